@@ -21,10 +21,12 @@ import triton
 import foci
 from foci import masks, scores
 from foci.backends.contract import Given, Plan
-from foci.backends.gpu.kernel import TritonKernel
+from foci.backends.gpu.kernel import GpuKernel
+from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import LIMITS, Schedule, shared_bytes
 from foci.backends.gpu.tile_tables import operand_sequences
+from foci.backends.triton.kernel import build_kernel
 from foci.planner import target_of
 from foci.problem import Formula, Operands, Outputs, Problem
 from foci.trace_functions import bind
@@ -69,7 +71,7 @@ def jobs(names: list[str], dims: list[int], kinds: list[str]) -> list[tuple[str,
     ]
 
 
-def kernel_of(dim: int, name: str) -> tuple[TritonKernel, Operands]:
+def kernel_of(dim: int, name: str) -> tuple[GpuKernel, Operands]:
     score, mask, _ = VARIANTS[name]
     heads, device = 2048 // dim, torch.device("cuda")
     if name == "document":
@@ -84,29 +86,32 @@ def kernel_of(dim: int, name: str) -> tuple[TritonKernel, Operands]:
     problem = Problem(
         Formula(bound.variant, outputs=Outputs(lse=True)), torch.bfloat16, dim, dim, heads, heads, 2, 8192, 8192, True, True, True, ()
     )
-    return TritonKernel(Plan("triton", problem, target_of(device))), operands
+    return build_kernel(Plan("triton", problem, target_of(device))), operands
 
 
 def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     """A function that launches one kernel."""
     kernel, operands = kernel_of(dim, name)
     kernel.schedules[kind] = schedule
-    kernel.schedules |= dict.fromkeys(SAME.get(kind, ()), schedule)
+    kernel.schedules.update(dict.fromkeys(SAME.get(kind, ()), schedule))
     if kind == "forward":
         return lambda: kernel.forward(operands)
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
     grads = [torch.empty_like(t) for t in (operands.query, operands.key, operands.value)]
     recorder, sequences = Recorder((), None), operand_sequences(operands)
-    call = kernel.begin(operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, recorder)
+    call = kernel.builder.begin(
+        operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, recorder
+    )
     given = Given(results.out, results.lse, dout, None)
     rows = (torch.empty_like(results.lse), torch.empty_like(results.lse))
-    kernel._prepare(call, given, rows)
+    backward = PortableBackward(kernel.builder)
+    backward._prepare(call, given, rows)
     if kind == "query_gradient":
-        return lambda: kernel._query_gradient(call, given, rows, grads[0])
-    kind = kernel._key_passes(grads[1], grads[2])[0][0] if kind == "key_gradient" else kind
+        return lambda: backward._query_gradient(call, given, rows, grads[0])
+    kind = backward._key_passes(grads[1], grads[2])[0][0] if kind == "key_gradient" else kind
     wanted = (None if kind == "value_gradient_alone" else grads[1], None if kind == "key_gradient_alone" else grads[2])
-    return lambda: kernel._key_gradient(call, kind, (dout, *rows), wanted)
+    return lambda: backward._key_gradient(call, kind, (dout, *rows), wanted)
 
 
 def main() -> None:

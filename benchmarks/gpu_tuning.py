@@ -20,7 +20,7 @@ import triton
 from gpu_attention import DEVICE, Row, flops, planned, rows
 
 from foci.backends.contract import Plan
-from foci.backends.gpu.kernel import TritonKernel
+from foci.backends.triton.kernel import build_kernel
 from foci.backends.triton.tuning import Store, TunedKernel, list_candidates
 from foci.planner import target_of
 from foci.problem import Cotangents
@@ -37,12 +37,12 @@ def compile_all(row: Row, part: int, parts: int) -> None:
     """Compiles every n-th candidate of each kernel of both passes, from the i-th."""
     problem, operands, dout = planned(row)
     plan = Plan("triton", problem, target_of(DEVICE))
-    first = TritonKernel(plan)
+    first = build_kernel(plan)
     results = first.forward(operands)
     first.backward(operands, results, Cotangents(dout))
     for kind in first.schedules:
         for schedule in list_candidates(kind, plan)[part::parts]:
-            kernel = TritonKernel(plan)
+            kernel = build_kernel(plan)
             kernel.schedules[kind] = schedule
             if kind.startswith("forward"):
                 kernel.forward(operands)
@@ -61,7 +61,7 @@ def line(row: Row) -> dict[str, Any]:
     """A row by the table and tuned."""
     problem, operands, dout = planned(row, is_tuned=True)
     plan = Plan("triton", problem, target_of(DEVICE))
-    by_table, tuned = TritonKernel(plan), TunedKernel(plan, TritonKernel, store=Store(None))
+    by_table, tuned = build_kernel(plan), TunedKernel(plan, build_kernel, store=Store(None))
     start = time.perf_counter()
     results = tuned.forward(operands)
     tuned.backward(operands, results, Cotangents(dout))

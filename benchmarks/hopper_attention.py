@@ -121,10 +121,12 @@ def planned(name: str, asked: Problem) -> Any:
         return load(plan.backend).compile(plan)
     if (reason := load(name).reject(asked, target)) is not None:
         raise NotImplementedError(reason)
-    kernel = load(name).compile(Plan(name, asked, target))
+    plan = Plan(name, asked, target)
     if name == "hopper":
-        kernel.takes_own = True
-    return kernel
+        from foci.backends.hopper.kernel import build_kernel
+
+        return build_kernel(plan, own_backward=True)
+    return load(name).compile(plan)
 
 
 def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[str, Any], dropout: float, *, backward: bool) -> Call:

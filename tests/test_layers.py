@@ -161,8 +161,6 @@ def other_backends_in(module: str, source: str) -> set[tuple[str, str]]:
 
 BORROWED = {
     ("foci.backends.blocked.differentiable", "reference"),  # the plain formula, for sequences without rows or keys
-    ("foci.backends.hopper", "triton"),  # it plans passes for triton's kernels, at triton's cost
-    ("foci.backends.hopper.perf_model", "triton"),
 }
 
 

@@ -1,9 +1,9 @@
 """The kernels that each module of the backend launches."""
 
-from foci.backends.gpu import aux_outputs, captured_grad, kernel, tile_tables
+from foci.backends.gpu import aux_outputs, captured_grad, portable_passes, tile_tables
 
 LAUNCHED = {
-    kernel: (
+    portable_passes: (
         "attention_forward",
         "prepare_rows",
         "attention_query_gradient",

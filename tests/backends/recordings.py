@@ -17,9 +17,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.gpu import kernel, launch_cache, launch_program, recorder, tile_tables
+from foci.backends.gpu import launch_cache, launch_program, portable_passes, recorder, tile_tables
+from foci.backends.triton.kernel import build_kernel
 
-MODULES = {module: LAUNCHED[module] for module in (kernel, tile_tables)}
+MODULES = {module: LAUNCHED[module] for module in (portable_passes, tile_tables)}
 
 
 class Compiled:
@@ -106,7 +107,7 @@ def replace_kernels(monkeypatch, stand_in, modules=LAUNCHED):
 
 def replace_hopper_kernels(monkeypatch, stand_in):
     """The same of all kernels of the backend hopper, where its Gluon is installed."""
-    for host in ("kernel", "backward"):
+    for host in ("forward_pass", "backward_pass"):
         module = pytest.importorskip(f"foci.backends.hopper.{host}")
         for name, function in list(vars(module).items()):
             if isinstance(function, JITFunction):
@@ -144,7 +145,7 @@ def made(operands, variant, **formula):
         Formula(variant, **formula), q.dtype, q.shape[3], q.shape[3], q.shape[1], k.shape[1], q.shape[0], q.shape[2], k.shape[2],
         True, True, True, grads,
     )  # fmt: skip
-    return kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+    return build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
 
 
 def operands_of(bound, *, lengths=(256, 256), heads=4, offsets=None, step=8, seed=None):

@@ -173,12 +173,12 @@ def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim
     """Few tokens first, then several times as many, and fewer again: what lies in sums and lists grows and shrinks with them."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
-    training = pytest.importorskip("foci.backends.hopper.training")
+    kernel = pytest.importorskip("foci.backends.hopper.kernel")
     for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, OrderedDict())
-    monkeypatch.setattr(training, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
+    monkeypatch.setattr(kernel, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
-    assert [kernel.takes_own for _, kernel in execution._kernels.values() if isinstance(kernel, training.TrainingKernel)] == [True]
+    assert [type(made.backward_pass).__name__ for _, made in execution._kernels.values()] == ["HopperBackward"]
 
 
 def of_other_tokens(backend, options, separate, *, heads, dim, sequences, longest):

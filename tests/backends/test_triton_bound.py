@@ -141,7 +141,7 @@ def test_whoever_watches_launches_is_told_of_them(launched):
 def hopper(launched, monkeypatch):
     replace_hopper_kernels(monkeypatch, lambda function: Function(function, *launched))
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton", "triton-3.6"})))
-    monkeypatch.setattr("foci.backends.hopper.kernel.count_sms", lambda device: 4)
+    monkeypatch.setattr("foci.backends.hopper.forward_pass.count_sms", lambda device: 4)
     with foci.use("hopper"):
         yield launched[1]
 

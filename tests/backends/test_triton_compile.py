@@ -21,10 +21,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.gpu import kernel, precompile_backward, tile_tables  # noqa: E402
+from foci.backends.gpu import kernel, portable_passes, precompile_backward, tile_tables  # noqa: E402
 from foci.backends.gpu.schedules import LIMITS, shared_bytes  # noqa: E402
 from foci.backends.gpu.tensor_descriptors import describe_layout  # noqa: E402
 from foci.backends.triton import paged  # noqa: E402
+from foci.backends.triton.kernel import build_kernel  # noqa: E402
 
 KINDS = {
     "attention_forward": ("forward", "forward_sparse", "forward_listed"),
@@ -146,7 +147,7 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
     for one in found:
         assert one.shared <= LIMITS[arch], one.name
         for kind in kinds_of(one.name, made):
-            bound = shared_bytes(kind, made.schedules[kind], made.dims, 2, **made.read)
+            bound = shared_bytes(kind, made.schedules[kind], made.builder.dims, 2, **made.builder.read)
             assert one.shared <= bound, (one.name, kind)
         if one.stack is not None:
             assert one.stack <= case.get("stack", 1024), one.name
@@ -167,7 +168,7 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
 @pytest.mark.slow
 def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monkeypatch):
     """No loop is for the tile that overhangs a sequence, whose end a descriptor knows."""
-    found = stand_in({kernel: LAUNCHED[kernel]}, 90)
+    found = stand_in({portable_passes: LAUNCHED[portable_passes]}, 90)
     for name in LAUNCHED[tile_tables]:
         monkeypatch.setattr(tile_tables, name, Recorder(getattr(tile_tables, name), []))
     counts = []
@@ -197,7 +198,7 @@ def test_an_expanded_gradient_meets_the_kernels_of_any_other(keyed):
         query = torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16)
         bound = bind(None, masks.causal(), torch.device("cpu"))
         asked = Problem(Formula(bound.variant), torch.bfloat16, 64, 64, 4, 4, 2, 256, 256, True, True, True, ())
-        made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+        made = build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
         operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.125)
         made.backward(operands, made.forward(operands), Cotangents(dout))
         return {key for key in keyed if key[0].startswith("attention")}  # tables of tiles are kept from the first call
@@ -219,7 +220,7 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
         bound = bind(score, mask, torch.device("cpu"))
         operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.125)
         asked = Problem(Formula(bound.variant), torch.bfloat16, 64, 64, heads, heads, batch, length, length, True, True, True, (True,))
-        made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+        made = build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
         results = made.forward(operands)
         made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
         return set(keyed)
@@ -295,7 +296,7 @@ def begun(case, arch):
     )
     learned = tuple(bool(case.get("learned")) for _ in bound.captures)
     asked = Problem(formula, torch.bfloat16, dim, dim, 2, 2, batch, queries, keys, case.get("query_grad", True), True, True, learned)
-    made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    made = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
     return made, operands
 
 

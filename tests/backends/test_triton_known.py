@@ -24,14 +24,14 @@ def calls(logs, monkeypatch):
         monkeypatch.setattr(module, name, OrderedDict())
     known = []
     for name in ("forward_again", "backward_again"):
-        method = getattr(kernel.TritonKernel, name)
+        method = getattr(kernel.GpuKernel, name)
 
         def again(self, *args, name=name, method=method):
             made = method(self, *args)
             known.append((name, made is not None))
             return made
 
-        monkeypatch.setattr(kernel.TritonKernel, name, again)
+        monkeypatch.setattr(kernel.GpuKernel, name, again)
     with foci.use("triton"):
         yield known
 
@@ -182,7 +182,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
     if own:
         if name in ("window", "heads apart"):
             pytest.skip("a backward that makes tables is worked out for each")
-        training = pytest.importorskip("foci.backends.hopper.training")
+        training = pytest.importorskip("foci.backends.hopper.kernel")
         monkeypatch.setattr(training, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     first, other = ((200, 300), (333, 171)) if separate else ((200, 200), (333, 333))
     with foci.use(backend):
@@ -212,7 +212,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
 def test_programs_are_as_many_as_the_tokens_at_hand_ask_for(logs, calls, tokens, monkeypatch):
     """Persistent ones, as many as there are tasks, or as the card has room for."""
     hopper_functions(monkeypatch, *logs)
-    monkeypatch.setattr(sys.modules["foci.backends.hopper.kernel"], "count_sms", lambda device: 20)
+    monkeypatch.setattr(sys.modules["foci.backends.hopper.forward_pass"], "count_sms", lambda device: 20)
     programs = []
     with foci.use("hopper"):
         for count in tokens:

@@ -26,7 +26,8 @@ from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from foci.backends.gpu import kernel, launch_cache, layernorm, recorder, stream_state, tile_tables  # noqa: E402
-from foci.backends.hopper import kernel as hopper  # noqa: E402
+from foci.backends.hopper.kernel import build_kernel as build_hopper_kernel  # noqa: E402
+from foci.backends.triton.kernel import build_kernel  # noqa: E402
 from foci.weak_cache import WeakCache  # noqa: E402
 
 STREAM = 4711
@@ -150,8 +151,8 @@ def without_addresses(launches, tensors):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make", "grads"),
-    [("causal", kernel.TritonKernel, True), ("alibi", kernel.TritonKernel, False), ("jagged", kernel.TritonKernel, False)]
-    + [("causal", hopper.HopperKernel, False), ("jagged", hopper.HopperKernel, False)],
+    [("causal", build_kernel, True), ("alibi", build_kernel, False), ("jagged", build_kernel, False)]
+    + [("causal", build_hopper_kernel, False), ("jagged", build_hopper_kernel, False)],
     ids=lambda value: getattr(value, "__name__", value) if not isinstance(value, bool) else "backward" if value else "forward",
 )
 def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, monkeypatch):
@@ -179,7 +180,7 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
     assert expected
     for found, wanted in zip(without_addresses(second, kept[1]), expected, strict=True):
         assert found == wanted
-    if make is hopper.HopperKernel:
+    if make is build_hopper_kernel:
         assert DESCRIPTION in str(second)
 
 
@@ -199,7 +200,7 @@ def test_row_kernels_give_the_driver_what_triton_gives_it(driver):
 # NOW-02
 @pytest.mark.slow
 def test_a_kernel_stays_loaded_as_long_as_it_may_be_launched_again(driver):
-    attention, operands = posed("causal", kernel.TritonKernel, grads=False)
+    attention, operands = posed("causal", build_kernel, grads=False)
     attention.forward(operands)
     forget_compiled()
     loaded = len(driver.loaded)

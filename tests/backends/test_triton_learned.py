@@ -23,14 +23,14 @@ def taken(monkeypatch):
     """Entries that each bias gradient summed over."""
     found = []
 
-    def note(kernel, call, given, rows, dq, learned, target):
+    def note(builder, call, given, rows, dq, learned, target):
         found.append(learned.entries)
-        return original(kernel, call, given, rows, dq, learned, target)
+        return original(builder, call, given, rows, dq, learned, target)
 
     original = captured_grad.bias_gradient
-    from foci.backends.gpu import kernel
+    from foci.backends.gpu import portable_passes
 
-    monkeypatch.setattr(kernel, "bias_gradient", note)
+    monkeypatch.setattr(portable_passes, "bias_gradient", note)
     return found
 
 

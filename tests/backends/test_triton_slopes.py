@@ -17,7 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from foci.backends.gpu import kernel
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.tile_tables import operand_sequences
+from foci.backends.triton.kernel import build_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOPES = torch.tensor([0.5, 0.03], device=DEVICE)
@@ -61,10 +63,11 @@ def test_results_and_gradients_are_those_of_the_formula(name):
     case = CASES[name]
     problem, operands = asked(case)
     target = Target("cuda", 10 * torch.cuda.get_device_capability()[0] if DEVICE.type == "cuda" else 0, frozenset({"triton"}))
-    made = kernel.TritonKernel(Plan("triton", problem, target))
-    assert made.begin(operands, {"out": operands.query}, kernel.operand_sequences(operands), kernel.Recorder((), None)).line is not None
+    made = build_kernel(Plan("triton", problem, target))
+    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), Recorder((), None)).line is not None
     if case.turned:
-        made.schedules[made.key_kind] = dataclasses.replace(made.schedule(made.key_kind), turned=True)
+        kind = made.backward_pass.key_kind
+        made.schedules[kind] = dataclasses.replace(made.builder.schedule(kind), turned=True)
     reference = load("reference").compile(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target))
     wide = dataclasses.replace(
         operands, query=operands.query.double(), key=operands.key.double(), value=operands.value.double(),
@@ -101,5 +104,5 @@ def asked(case):
 @pytest.mark.parametrize("scale", [0.0, 1e-9])
 def test_a_scale_that_numbers_cannot_be_divided_by_takes_the_score(scale):
     problem, operands = asked(Case(scale=scale))
-    made = kernel.TritonKernel(Plan("triton", problem, Target("cuda", 0, frozenset({"triton"}))))
-    assert made.begin(operands, {"out": operands.query}, kernel.operand_sequences(operands), kernel.Recorder((), None)).line is None
+    made = build_kernel(Plan("triton", problem, Target("cuda", 0, frozenset({"triton"}))))
+    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), Recorder((), None)).line is None

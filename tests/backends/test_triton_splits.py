@@ -94,16 +94,16 @@ LONG = {
 @pytest.fixture
 def taken(monkeypatch):
     """The kernels that split keys, pass by pass."""
-    from foci.backends.gpu import kernel
+    from foci.backends.gpu.portable_passes import PortableForward
 
     found = []
-    original = kernel.TritonKernel._decode
+    original = PortableForward._decode
 
     def note(self, call, kind, outputs):
         found.append(kind)
         original(self, call, kind, outputs)
 
-    monkeypatch.setattr(kernel.TritonKernel, "_decode", note)
+    monkeypatch.setattr(PortableForward, "_decode", note)
     return found
 
 

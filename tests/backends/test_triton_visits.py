@@ -19,11 +19,12 @@ if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
 import triton.language as tl  # noqa: E402
 
 from foci import weak_cache  # noqa: E402
-from foci.backends.gpu import kernel, tile_tables  # noqa: E402
+from foci.backends.gpu import tile_tables  # noqa: E402
 from foci.backends.gpu.kernel_args import Size, Spans, encode, table_config  # noqa: E402
 from foci.backends.gpu.recorder import Recorder  # noqa: E402
 from foci.backends.gpu.schedules import Schedule  # noqa: E402
 from foci.backends.gpu.tiles import find_task  # noqa: E402
+from foci.backends.triton.kernel import build_kernel  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, COLUMNS = 100, 200
@@ -48,8 +49,8 @@ def begun(mask):
         Formula(bound.variant), torch.float16, 16, 16, 2, 2, 2, ROWS, COLUMNS, False, False, False, (False,) * len(bound.captures)
     )
     arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    made = kernel.TritonKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
-    return made, made.begin(operands, {"out": query}, tile_tables.Sequences(), Recorder((), None))
+    made = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    return made, made.builder.begin(operands, {"out": query}, tile_tables.Sequences(), Recorder((), None))
 
 
 def kept_by(mask):

@@ -10,7 +10,8 @@ import torch
 from foci.backends.contract import Plan
 from foci.problem import Target
 
-backward = pytest.importorskip("foci.backends.hopper.backward", reason="needs a Triton with Gluon")
+backward = pytest.importorskip("foci.backends.hopper.backward_pass", reason="needs a Triton with Gluon")
+from foci.backends.hopper.kernel import build_kernel  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu")
@@ -34,10 +35,11 @@ class _Instead:
 def gradients_with(does, asked, operands, results, cotangents, sums=None, *, few=False):
     """Gradients of a problem that the kernel takes, where `does`, given its arguments by name, stands in for it. `sums`: other than the
     schedule has. `few`: the kernel of few queries."""
-    kernel = backward.HopperGradients(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))))
-    assert (kernel.short_q is not None) == few
-    assert kernel.fused is not None
-    kernel.fused = replace(kernel.fused, sums=sums or kernel.fused.sums, goes_round=kernel.fused.goes_round and sums is None)
+    kernel = build_kernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))), own_backward=True)
+    own = kernel.backward_pass
+    assert (own.short_q is not None) == few
+    assert own.fused is not None
+    own.fused = replace(own.fused, sums=sums or own.fused.sums, goes_round=own.fused.goes_round and sums is None)
     name = "attention_few_gradients" if few else "attention_gradients"
     with mock.patch.object(backward, name, _Instead(getattr(backward, name), does)):
         return kernel.backward(operands, results, cotangents)

@@ -20,7 +20,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from foci.backends.gpu import tile_tables  # noqa: E402
 from foci.backends.gpu.schedules import LIMITS  # noqa: E402
-from foci.backends.hopper import backward, backward_schedules  # noqa: E402
+from foci.backends.hopper import backward_pass as backward  # noqa: E402
+from foci.backends.hopper import backward_schedules  # noqa: E402
+from foci.backends.hopper.kernel import build_kernel  # noqa: E402
 
 GRADIENTS = (
     "attention_key_gradient",
@@ -213,7 +215,7 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
     goes_round = programs is not None and spare == 0
     assert programs is None or grid == (programs + spare,)
     assert (args["c"].ROUND.value, options["launch_cooperative_grid"]) == (goes_round, goes_round)
-    sums = 1 if goes_round else gradients.fused.sums
+    sums = 1 if goes_round else gradients.backward_pass.fused.sums
     assert args["order"].SUMS.value == sums
     tiles = -(-512 // args["c"].TILE_Q.value)
     assert case.get("jagged") or args["order"].turns.shape == (1 + sums * 8 * tiles,)
@@ -321,7 +323,7 @@ def posed(case):
     formula = Formula(bound.variant, Layout.JAGGED if jagged else Layout.DENSE, dropout=dropout > 0)
     sizes = 4, key.shape[1], batch, bucket(rows), 512
     problem = Problem(formula, dtype, dim, value.shape[-1], *sizes, True, True, True, tuple(False for _ in bound.captures))
-    gradients = backward.HopperGradients(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))))
+    gradients = build_kernel(Plan("hopper", problem, Target("cuda", 90, frozenset({"triton"}))), own_backward=True)
     return gradients, operands, torch.zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
 
 
@@ -330,14 +332,14 @@ def launch(case):
     gradients, operands, out = posed(case)
     query = operands.query
     if case.get("fused"):
-        assert gradients.fused is not None
+        assert gradients.backward_pass.fused is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
     if case.get("few"):
-        assert gradients.short_q is not None
+        assert gradients.backward_pass.short_q is not None
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))
     if case.keys() & {"dropout", "few"}:
         return
-    gradients.fused = None
-    ways = (gradients.ds_tiles, None) if gradients.ds_tiles is not None else (None,)
-    for gradients.ds_tiles in ways:
+    gradients.backward_pass.fused = None
+    ways = (gradients.backward_pass.ds_tiles, None) if gradients.backward_pass.ds_tiles is not None else (None,)
+    for gradients.backward_pass.ds_tiles in ways:
         gradients.backward(operands, Results(out, torch.zeros(query.shape[:3])), Cotangents(out))

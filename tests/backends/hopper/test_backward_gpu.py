@@ -210,10 +210,10 @@ def test_gradients_are_those_of_float64(name, way):
     torch.manual_seed(0)
     asked, operands = posed(grads=ALL, **CASES[name])
     kernel = kernel_of("hopper", asked)
-    if getattr(kernel, way, True) is None:
+    if getattr(kernel.backward_pass, way, True) is None:
         pytest.skip("takes other ways")
     for other, lacking in WAYS[way].items():
-        setattr(kernel, other, lacking)
+        setattr(kernel.backward_pass, other, lacking)
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
     assert_exact(kernel.backward(operands, results, Cotangents(dout)), asked, operands, dout)
@@ -285,7 +285,7 @@ def test_heads_whose_gradients_of_scores_are_kept_come_in_chunks(name, monkeypat
     monkeypatch.setattr(backward_schedules, "DS_CHUNK_PROGRAMS", 1)
     asked, operands = posed(grads=ALL, **CASES[name])
     kernel = kernel_of("hopper", asked)
-    if kernel.ds_tiles is None:
+    if kernel.backward_pass.ds_tiles is None:
         pytest.skip("keeps none")
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
@@ -360,7 +360,7 @@ def test_few_queries_that_lie_apart_and_lengths_by_turns(dim, rows):
         query = operands.query.transpose(1, 2).contiguous().transpose(1, 2)
         operands = replace(operands, query=query, key=key, value=value)
         kernel = kernel or kernel_of("hopper", asked)
-        assert kernel.short_q is not None
+        assert kernel.backward_pass.short_q is not None
         results = kernel.forward(operands)
         dout = torch.randn_like(results.out)
         assert_exact(kernel.backward(operands, results, Cotangents(dout)), asked, operands, dout)

@@ -50,8 +50,7 @@ def test_the_single_kernel_of_the_backward_drops_the_same(dim, p):
     asked, operands = posed(rows=600, keys=200, dim=dim, dropout=p, grads=(True, True, True))
     operands = replace(operands, query=torch.zeros_like(operands.query))
     kernel, right = kernel_of("hopper", asked), expected(operands, p)
-    assert kernel.fused is not None
-    assert kernel.takes_own
+    assert kernel.backward_pass.fused is not None
     results = kernel.forward(operands)
     for start in range(0, 600, dim):
         dout = shifted(600, dim, start).expand(results.out.shape).contiguous()

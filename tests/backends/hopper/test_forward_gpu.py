@@ -97,7 +97,7 @@ def check_repeats(kernel, operands, first, times):
 )
 @pytest.mark.parametrize("name", CASES)
 def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     monkeypatch.setattr(host, "count_sms", lambda device: 5)  # programs of several tasks
@@ -135,7 +135,7 @@ def test_overlapped_programs_of_several_tasks_solve_dense_problems(name, schedul
 @pytest.mark.parametrize("name", ["document", "document, alone", "document alibi", "by head", "few keys", "jagged"])
 def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch):
     """As in long forwards, and tasks by their length."""
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     owners = (torch.arange(1000) % 17 == 0).cumsum(0).cuda() // 3
     masks_of = {
@@ -168,7 +168,7 @@ def test_tiles_begin_where_keys_are_attended_to(name, schedule, dim, monkeypatch
 @pytest.mark.parametrize("rows", [700, 100])
 def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule, dim, rows, monkeypatch):
     """15 programs, or 14 by twos, leave 2, 3 or 6 tasks of 700 rows for a last round, each then for two programs."""
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(rows=rows, dim=dim)
@@ -186,7 +186,7 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
 @pytest.mark.parametrize("rows", [512, 450, 130])
 def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
     """By 2 programs, 14, and as many as there are tasks: every second round begins with the last program."""
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     asked, operands = posed(batch=3, heads=5, rows=rows, dim=64, mask=masks.causal())
     assert host.forward_schedule(asked) == schedules.PAIRED_2_SERPENTINE
@@ -204,7 +204,7 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
 @pytest.mark.parametrize("schedule", ["OVERLAP_2", "TURNS_3", "OVERLAP_2_LISTS"])
 def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     """Near 2e11: a rounded exponent must not exceed that of the maximum."""
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(rows=300)
@@ -242,7 +242,7 @@ FOLLOWED = [
 @pytest.mark.parametrize(("schedule", "dim", "mask"), FOLLOWED)
 def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, steepness, monkeypatch):
     """Maxima that grow by less than 2^8, by more, or never, from tile to tile; where they are asked for, the numbers are the maxima."""
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(dim=dim, mask=mask)
@@ -269,7 +269,7 @@ def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, ste
     [("TURNS_3_QREG", 64), ("PAIRED_2", 64), ("TURNS_3_LOOP", 96), ("TURNS_3_NAMED", 128), ("OVERLAP_2", 128), ("OVERLAP_2_D256", 256)],
 )
 def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, steepness, monkeypatch):
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(dim=dim)
@@ -287,7 +287,7 @@ def test_a_row_has_the_same_result_whichever_rows_share_its_warp(schedule, dim, 
     [("TURNS_3_QREG", 64), ("PAIRED_2", 64), ("TURNS_3_LOOP", 96), ("TURNS_3_NAMED", 128), ("OVERLAP_2", 128), ("OVERLAP_2_D256", 256)],
 )
 def test_a_key_that_is_not_a_number_makes_all_results_none(schedule, dim, monkeypatch):
-    from foci.backends.hopper import kernel as host
+    from foci.backends.hopper import forward_pass as host
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(dim=dim)

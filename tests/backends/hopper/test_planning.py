@@ -206,13 +206,23 @@ def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained
     assert decision.plan.backend == min(times, key=times.__getitem__), decision.table()
 
 
+def built(asked, **options):
+    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    return kernel.build_kernel(Plan("hopper", asked, H200), **options)
+
+
+def passes(asked):
+    """Names of the classes of both passes."""
+    kernel = built(asked)
+    return type(kernel.forward_pass).__name__, type(kernel.backward_pass).__name__
+
+
 @pytest.mark.parametrize(("kind", "width"), [("full", 16), ("full", 128), ("causal", 64), ("added", 128)])
 def test_dropouts_backward_is_the_single_kernels(kind, width):
     asked = problem(**KINDS[kind], head_dim=width, value_dim=width, **TRAINED)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
     assert estimate_rates(asked).backward.is_ahead
-    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
-    assert training.TrainingKernel(Plan("hopper", asked, H200)).takes_own
+    assert passes(asked) == ("HopperForward", "HopperBackward")
 
 
 @pytest.mark.parametrize(("kind", "width"), [("full", 256), ("score", 128), ("pair", 128)])
@@ -221,8 +231,7 @@ def test_dropouts_backward_is_tritons_where_several_kernels_take_it(kind, width)
     asked = replace(asked, formula=replace(asked.formula, dropout=True))
     assert not estimate_rates(asked).backward.is_ahead
     assert BACKEND.note(asked, H200).endswith("so taken from triton")
-    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
-    assert not training.TrainingKernel(Plan("hopper", asked, H200)).takes_own
+    assert passes(asked) == ("HopperForward", "PortableBackward")
 
 
 JAGGED = {"layout": Layout.JAGGED}
@@ -316,18 +325,18 @@ def test_rounds_of_tasks_decide_without_a_mask(heads, dim, sizes, name, is_place
 
 
 def test_a_kernel_goes_by_the_lengths_at_hand(monkeypatch):
-    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+    forward_pass = pytest.importorskip("foci.backends.hopper.forward_pass", reason="needs a Triton with Gluon")
     found, asked = [], problem(batch=4, q_len=512, kv_len=512)
 
     def noted(problem, sizes):
         found.append(forward_schedule(problem, sizes))
         raise InterruptedError
 
-    monkeypatch.setattr(kernel, "forward_schedule", noted)
+    monkeypatch.setattr(forward_pass, "forward_schedule", noted)
     for length in (384, 512):
         query = torch.zeros(4, 16, length, 128, dtype=torch.bfloat16)
         with pytest.raises(InterruptedError):
-            kernel.HopperKernel(Plan("hopper", asked, H200)).forward(Operands(query, query, query, (), (), (), 1.0))
+            built(asked).forward(Operands(query, query, query, (), (), (), 1.0))
     assert [one.tile_q for one in found] == [192, 128]
 
 
@@ -403,13 +412,10 @@ class Launches:
     ],
 )
 def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expected):
-    kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
     asked, launches = problem(**given), Launches()
     query = torch.empty(1, 1, 1, 1, device="meta")
     operands = Operands(query, query, query, (), (), (), 1.0)
-    programs, tickets, halved = kernel.HopperKernel(Plan("hopper", asked, H200))._programs(
-        tasks, forward_schedule(asked), operands, None, launches
-    )
+    programs, tickets, halved = built(asked).forward_pass._programs(tasks, forward_schedule(asked), operands, None, launches)
     assert (programs, halved) == expected
     # tickets are counted from zero, where there are any to be taken
     schedule = forward_schedule(asked)
@@ -430,26 +436,23 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
     )
 
 
-def test_the_backward_is_that_of_the_faster_backend(monkeypatch):
-    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
-    came = []
-    monkeypatch.setattr(training.TritonKernel, "_backward", lambda *args: came.append("triton"))
-    monkeypatch.setattr(training.HopperGradients, "_backward", lambda *args: came.append("hopper"))
+def test_the_backward_is_that_of_the_faster_backend():
     window, document = ({**KINDS[kind], "layout": Layout.JAGGED} for kind in ("window", "document"))
     shared = {**KINDS["score"], **NARROW, "q_heads": 32, "kv_heads": 8}
-    for given in ({}, NARROW, KINDS["window"], window, document, {**KINDS["score"], **NARROW}, shared):
-        asked = problem(**given, **TRAINED)
-        training.TrainingKernel(Plan("hopper", asked, H200))._backward(None, None, None, None)
-    assert came == ["hopper"] * 4 + ["triton", "hopper", "triton"]
+    cases = ({}, NARROW, KINDS["window"], window, document, {**KINDS["score"], **NARROW}, shared)
+    found = [passes(problem(**given, **TRAINED))[1] for given in cases]
+    assert found == ["HopperBackward"] * 4 + ["PortableBackward", "HopperBackward", "PortableBackward"]
+
+
+def test_a_forward_without_gradients_has_no_backward_of_its_own():
+    assert passes(problem()) == ("HopperForward", "PortableBackward")
 
 
 def test_a_backward_that_makes_tables_is_not_precompiled():
-    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
-    kernel = training.TrainingKernel(Plan("hopper", problem(**KINDS["window"], **TRAINED), H200))
-    for takes_own in (True, False):
-        kernel.takes_own = takes_own
-        assert kernel.can_precompile_backward != takes_own
-    assert training.TrainingKernel(Plan("hopper", problem(**TRAINED), H200)).can_precompile_backward
+    window = problem(**KINDS["window"], **TRAINED)
+    for own in (True, False):
+        assert built(window, own_backward=own).backward_pass.only_records != own
+    assert built(problem(**TRAINED)).backward_pass.only_records
 
 
 @pytest.mark.parametrize(
@@ -565,15 +568,9 @@ def test_no_heads_are_planned_for_as_well(given, kv_heads):
     ("batch", "rows", "length", "way"),
     [(2, 128, 4096, "triton"), (2, 64, 4096, "triton"), (2, 128, 512, "hopper"), (4, 128, 8192, "hopper"), (4, 64, 4096, "hopper")],
 )
-def test_a_forward_with_gradients_is_tritons_where_that_is_sooner_done_as_explain_says(batch, rows, length, way, monkeypatch):
-    training = pytest.importorskip("foci.backends.hopper.training", reason="needs a Triton with Gluon")
-    came = []
-    monkeypatch.setattr(training.TritonKernel, "_forward", lambda *args: came.append("triton"))
-    monkeypatch.setattr(training.HopperKernel, "_forward", lambda *args: came.append("hopper"))
-    query, key = torch.empty(batch, 16, rows, 128, device="meta"), torch.empty(batch, 16, length, 128, device="meta")
+def test_a_forward_with_gradients_is_tritons_where_that_is_sooner_done_as_explain_says(batch, rows, length, way):
     asked = problem(**TRAINED, batch=batch, q_len=rows, kv_len=length)
-    training.TrainingKernel(Plan("hopper", asked, H200))._forward(Operands(query, key, key), None, None)
-    assert came == [way]
+    assert passes(asked)[0] == {"triton": "PortableForward", "hopper": "HopperForward"}[way]
     assert ("the forward runs the triton split-KV kernel" in BACKEND.note(asked, H200)) == (way == "triton")
 
 
@@ -620,7 +617,7 @@ def test_kernels_are_of_the_lengths_and_heads_they_are_given(first, then):
     narrow = {"head_dim": 64, "value_dim": 64, "query_grad": True, "key_grad": True, "value_grad": True}
     for given in (first, then):
         decision = choose(problem(**KINDS["causal"], **narrow, **given), H200, ("hopper",))
-        assert execution._compiled(decision).problem == decision.plan.problem
+        assert execution._compiled(decision).builder.problem == decision.plan.problem
         assert execution._compiled(decision) is execution._compiled(decision)
 
 

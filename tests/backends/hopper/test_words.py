@@ -12,8 +12,9 @@ from foci.backends.contract import Plan
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
 from foci.trace_functions import bind
 
-kernel = pytest.importorskip("foci.backends.hopper.kernel", reason="needs a Triton with Gluon")
+forward_pass = pytest.importorskip("foci.backends.hopper.forward_pass", reason="needs a Triton with Gluon")
 from foci.backends.gpu import tile_tables  # noqa: E402
+from foci.backends.hopper.kernel import build_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
@@ -46,7 +47,7 @@ def listed(mask, blocks=None, lengths=None, dim=64, dropout=0.0):
     formula = Formula(bound.variant, layout, Outputs(lse=True), dropout > 0, block_size)
     grads = (False,) * len(bound.captures)
     asked = Problem(formula, torch.float16, dim, dim, 2, 2, len(lengths or (0, 0)), 500, 500, capture_grads=grads)
-    return kernel.HopperKernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"})))), operands
+    return build_kernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"})))), operands
 
 
 class Caught(Exception):
@@ -54,7 +55,7 @@ class Caught(Exception):
 
 
 class Catching:
-    signature = kernel.attention_forward.signature
+    signature = forward_pass.attention_forward.signature
 
     def __getitem__(self, grid):
         def launch(*args, **options):
@@ -84,8 +85,8 @@ def forget_bits():
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_says_what_the_mask_does(name, moves, monkeypatch):
-    monkeypatch.setattr(kernel, "attention_forward", Catching())
-    monkeypatch.setattr(kernel, "SHORT_FORWARD_TILES", 0 if moves else 1 << 30)
+    monkeypatch.setattr(forward_pass, "attention_forward", Catching())
+    monkeypatch.setattr(forward_pass, "SHORT_FORWARD_TILES", 0 if moves else 1 << 30)
     forget_bits()  # of a mask, what is found first is kept
     case = CASES[name]
     compiled, operands = listed(**case)
@@ -151,8 +152,8 @@ def launched_with(**case):
 
 def test_tiles_stay_for_dropout_where_they_were_moved_without(monkeypatch):
     """Random numbers come for four keys at a time from the first of a tile, and the backward's tiles are never moved."""
-    monkeypatch.setattr(kernel, "attention_forward", Catching())
-    monkeypatch.setattr(kernel, "SHORT_FORWARD_TILES", 0)
+    monkeypatch.setattr(forward_pass, "attention_forward", Catching())
+    monkeypatch.setattr(forward_pass, "SHORT_FORWARD_TILES", 0)
     case = {"mask": lambda b, h, q, k: OWNERS[q] + 1 == OWNERS[k] + 1, "dim": 128}
     tables = []
     for dropout in (0.0, 0.5, 0.0, 0.5):
@@ -169,12 +170,12 @@ class Failing:
 
 
 def test_words_of_a_launch_that_failed_are_not_kept(monkeypatch):
-    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    monkeypatch.setattr(forward_pass, "attention_forward", Catching())
     case = {"mask": lambda b, h, q, k: OWNERS[q] + 2 == OWNERS[k] + 2, "dim": 128}
     launched_with(**case)
     forget_bits()  # lists stay, bits are found anew
     with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="no room"):
-        failing.setattr(kernel, "pack_masks", Failing())
+        failing.setattr(forward_pass, "pack_masks", Failing())
         listed(**case)[0].forward(listed(**case)[1])
     assert not any(table.derived for table in tile_tables_kept())
     table, _ = launched_with(**case)
@@ -182,8 +183,8 @@ def test_words_of_a_launch_that_failed_are_not_kept(monkeypatch):
 
 
 def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):
-    monkeypatch.setattr(kernel, "attention_forward", Catching())
-    monkeypatch.setattr(kernel, "MAX_MASK_BYTES", 1000)
+    monkeypatch.setattr(forward_pass, "attention_forward", Catching())
+    monkeypatch.setattr(forward_pass, "MAX_MASK_BYTES", 1000)
     compiled, operands = listed(**CASES["document"])
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)
@@ -191,7 +192,7 @@ def test_too_many_words_are_left_to_the_mask_itself(monkeypatch):
 
 
 def test_masks_of_one_run_of_keys_have_no_words(monkeypatch):
-    monkeypatch.setattr(kernel, "attention_forward", Catching())
+    monkeypatch.setattr(forward_pass, "attention_forward", Catching())
     compiled, operands = listed(masks.window(100))
     with pytest.raises(Caught) as caught:
         compiled.forward(operands)

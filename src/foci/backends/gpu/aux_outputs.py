@@ -16,27 +16,27 @@ from foci.backends.gpu.tile_tables import Sequences
 from foci.problem import Cotangents, Operands, Results
 
 if TYPE_CHECKING:
-    from foci.backends.gpu.kernel import TritonKernel
+    from foci.backends.gpu.passes import PassBuilder
 
 __all__ = ["WeightCotangents", "add_aux_outputs", "add_weight_cotangents", "weight_cotangents"]
 
 WeightCotangents: TypeAlias = dict[str, Any]
 
 
-def add_aux_outputs(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> Results:
+def add_aux_outputs(builder: PassBuilder, operands: Operands, sequences: Sequences, results: Results) -> Results:
     """Add column sums and weights to the results, if the problem asks for them."""
-    query, key, asked = operands.query, operands.key, kernel.problem.formula.outputs
+    query, key, asked = operands.query, operands.key, builder.problem.formula.outputs
     (batch, heads, length, _), keys = query.shape, key.shape[2]
     columns = query.new_zeros((batch, heads, keys), dtype=torch.float32) if asked.column_sums else None
     weights = query.new_zeros((batch, heads, length, keys)) if asked.weights else None
     if query.numel() and keys:
-        call = kernel.begin(operands, {"out": results.out}, sequences, Recorder((), None))
-        schedule = _schedule(kernel)
-        visits = kernel.visits(call, schedule, "keys")
+        call = builder.begin(operands, {"out": results.out}, sequences, Recorder((), None))
+        schedule = _schedule(builder)
+        visits = builder.visits(call, schedule, "keys")
         call.recorder.launch(
             weigh_columns, (batch * heads * visits.tasks,),
-            query, key, results.lse, columns, weights, call.strides, kernel.size(call, heads, visits.tasks), visits.spans,
-            visits.table, call.numbers, call.environment, kernel.config(call, schedule, visits), call.functions.both, call.functions.mask,
+            query, key, results.lse, columns, weights, call.strides, builder.size(call, heads, visits.tasks), visits.spans,
+            visits.table, call.numbers, call.environment, builder.config(call, schedule, visits), call.functions.both, call.functions.mask,
             num_warps=schedule.warps,
         )  # fmt: skip
     return replace(results, column_sums=columns, weights=weights)
@@ -53,27 +53,27 @@ def weight_cotangents(operands: Operands, cotangents: Cotangents, sequences: Seq
 
 
 def add_weight_cotangents(
-    kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results, cotangents: Cotangents, flow: WeightCotangents
+    builder: PassBuilder, operands: Operands, sequences: Sequences, results: Results, cotangents: Cotangents, flow: WeightCotangents
 ) -> Cotangents:
     """Cotangents of out and lse with sum_j p g subtracted from that of lse, so that delta includes the gradients of the weights."""
     query = operands.query
     if not query.numel() or not operands.key.shape[2]:
         return replace(cotangents, column_sums=None, weights=None)
-    call = kernel.begin(operands, {"out": results.out}, sequences, Recorder((), None))
+    call = builder.begin(operands, {"out": results.out}, sequences, Recorder((), None))
     batch, heads, length, _ = query.shape
     sums = torch.zeros((batch, heads, length), dtype=torch.float32, device=query.device)
-    schedule = _schedule(kernel)
-    visits = kernel.visits(call, schedule, "queries")
+    schedule = _schedule(builder)
+    visits = builder.visits(call, schedule, "queries")
     call.recorder.launch(
         weigh_rows, (batch * heads * visits.tasks,),
-        query, operands.key, results.lse.contiguous(), sums, call.strides, kernel.size(call, heads, visits.tasks), visits.spans,
-        visits.table, call.numbers._replace(**flow), call.environment, kernel.config(call, schedule, visits), call.functions.both,
+        query, operands.key, results.lse.contiguous(), sums, call.strides, builder.size(call, heads, visits.tasks), visits.spans,
+        visits.table, call.numbers._replace(**flow), call.environment, builder.config(call, schedule, visits), call.functions.both,
         call.functions.mask, num_warps=schedule.warps,
     )  # fmt: skip
     lse: Tensor = -sums if cotangents.lse is None else cotangents.lse.to(torch.float32) - sums
     return Cotangents(cotangents.out, lse)
 
 
-def _schedule(kernel: TritonKernel) -> Schedule:
+def _schedule(builder: PassBuilder) -> Schedule:
     """Schedule of the captured gradients' kernel, which has room for as much, but without tensor descriptors."""
-    return replace(kernel.schedule("captures"), descriptors=False)
+    return replace(builder.schedule("captures"), descriptors=False)

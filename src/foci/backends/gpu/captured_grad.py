@@ -16,11 +16,11 @@ from foci.backends.contract import Given
 from foci.backends.gpu.bias_gradient import attention_bias_gradient
 from foci.backends.gpu.captured_grad_kernel import capture_gradient
 from foci.backends.gpu.codegen import TensorLayout, triton_codegen
-from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, jit_function
+from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, is_half, jit_function
 from foci.backends.gpu.kernel_args import Strides, encode, is_countable_by_eights
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.tensor_descriptors import stream_operand
-from foci.backends.gpu.tile_tables import TileTable
+from foci.backends.gpu.tile_tables import ALL, DENSE, TileTable
 from foci.backends.row_gradients import summed_derivatives
 from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.ir.emit import emit
@@ -28,7 +28,7 @@ from foci.ir.expr import const
 from foci.problem import Operands
 
 if TYPE_CHECKING:
-    from foci.backends.gpu.kernel import Pass, TritonKernel
+    from foci.backends.gpu.passes import Pass, PassBuilder
 
 __all__ = ["LearnedBias", "Way", "bias_gradient", "capture_gradients", "find_query_tile_bias"]
 
@@ -78,26 +78,26 @@ class LearnedBias:
     entries: int
 
 
-def find_query_tile_bias(kernel: TritonKernel, o: Operands) -> LearnedBias | None:
+def find_query_tile_bias(builder: PassBuilder, o: Operands) -> LearnedBias | None:
     """The captured bias whose tiles are those of dq, if any: every key is attended to, and each element is read by one head."""
-    if not kernel.is_dense or o.kv_lengths is not None or not kernel.problem.query_grad:
+    if not builder.is_dense or o.kv_lengths is not None or not builder.problem.query_grad:
         return None
-    derivatives = capture_derivatives(kernel.variant.score)
-    for slot, (capture, wanted) in enumerate(zip(o.captures, kernel.problem.capture_grads, strict=False)):
+    derivatives = capture_derivatives(builder.variant.score)
+    for slot, (capture, wanted) in enumerate(zip(o.captures, builder.problem.capture_grads, strict=False)):
         own = [derivative for derivative in derivatives if derivative.slot == slot]
         if not wanted or len(own) != 1 or own[0].weight is not const(1.0):
             continue
         way = _choose_way(own[0])
-        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(kernel, o, own[0], capture):
+        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(builder, o, own[0], capture):
             return LearnedBias(slot, own[0], 1 if "b" in way.names else o.query.shape[0])
     return None
 
 
 def bias_gradient(
-    kernel: TritonKernel, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
+    builder: PassBuilder, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
 ) -> None:
     """Compute dq, `rows` with lse in base 2 and delta, and `target` with the gradient of the bias."""
-    o, schedule = call.operands, kernel.schedule("bias_gradient")
+    o, schedule = call.operands, builder.schedule("bias_gradient")
     grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
     strides = _by_name(_choose_way(learned.derivative), target)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
@@ -107,24 +107,24 @@ def bias_gradient(
     stretch = min(grid.tiles[1], max(1, _STRETCH // schedule.tile_kv)) if is_summed else grid.tiles[1]
     sums = waiting = None
     if is_summed:
-        area, rows_of_dq = schedule.tile_q * schedule.tile_kv, schedule.tile_q * kernel.dims[0]
+        area, rows_of_dq = schedule.tile_q * schedule.tile_kv, schedule.tile_q * builder.dims[0]
         sums = call.recorder.empty((programs, stretch, area), (stretch * area, area, 1), torch.float32, dq)
         waiting = call.recorder.empty(
             (programs, learned.entries, rows_of_dq), (learned.entries * rows_of_dq, rows_of_dq, 1), torch.float32, dq
         )
-    config = kernel.config(call, schedule, TileTable(0, "all", kernel.dense_spans, kernel.dense_table))
+    config = builder.config(call, schedule, TileTable(0, "all", DENSE, ALL))
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
     call.recorder.launch(
         attention_bias_gradient, (programs,),
         o.query, keys(o.key), keys(o.value), given.out, given.dout, given.lse, given.dlse, *rows, dq, target, sums, waiting,
-        call.strides, Strides(*map(encode, (*units, steps[3]))), kernel.size(call, grid.heads, grid.tiles[0]),
+        call.strides, Strides(*map(encode, (*units, steps[3]))), builder.size(call, grid.heads, grid.tiles[0]),
         (encode(learned.entries), encode(stretch)), call.numbers, call.environment, config, call.functions.both, call.functions.mask,
         is_summed, is_contiguous, num_warps=schedule.warps,
     )  # fmt: skip
 
 
 def capture_gradients(
-    kernel: TritonKernel,
+    builder: PassBuilder,
     call: Pass,
     rows: tuple[Tensor, Tensor, Tensor],
     cotangent: Tensor | None,
@@ -138,11 +138,11 @@ def capture_gradients(
         cotangent: gradient of lse.
         known: those that are there already, by slot.
     """
-    wanted = kernel.problem.capture_grads
-    exact = functools.cache(lambda: _exact_rows(kernel, call, rows, cotangent))
+    wanted = builder.problem.capture_grads
+    exact = functools.cache(lambda: _exact_rows(builder, call, rows, cotangent))
     captures = call.operands.captures
     reads: dict[int, list[CaptureDerivative]] = {}
-    for derivative in summed_derivatives(kernel.variant.score):
+    for derivative in summed_derivatives(builder.variant.score):
         reads.setdefault(derivative.slot, []).append(derivative)
     found: list[Tensor | None] = []
     for slot, capture in enumerate(captures):
@@ -154,39 +154,39 @@ def capture_gradients(
             continue
         own = reads.get(slot, [])
         if len(own) == 1 and _choose_way(own[0]).how == "tile":
-            make = torch.empty_like if _is_covered(kernel, call.operands, own[0], capture) else torch.zeros_like
-            found.append(_tile(kernel, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
+            make = torch.empty_like if _is_covered(builder, call.operands, own[0], capture) else torch.zeros_like
+            found.append(_tile(builder, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
             continue
         total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
         for derivative in own:
             how = _choose_way(derivative).how
             gather = {"tile": _tile, "scatter": _scatter}.get(how, _reduced)
-            total += gather(kernel, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
+            total += gather(builder, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
         found.append(total.to(capture.dtype))
     return tuple(found)
 
 
-def _is_covered(kernel: TritonKernel, o: Operands, derivative: CaptureDerivative, capture: Tensor) -> bool:
+def _is_covered(builder: PassBuilder, o: Operands, derivative: CaptureDerivative, capture: Tensor) -> bool:
     """Whether the tiles write every element of a captured tensor's gradient, so that it need not be zeroed."""
-    grid = _grid(o, kernel.schedule("captures"))
+    grid = _grid(o, builder.schedule("captures"))
     counts: dict[str | int | None, int] = {"b": grid.batch, "h": grid.heads, "q_idx": grid.lengths[0], "kv_idx": grid.lengths[1], None: 1}
     return all(counts.get(name) == n for name, n in zip(_choose_way(derivative).names, capture.shape, strict=True))
 
 
 def _exact_rows(
-    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
+    builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tensor], cotangent: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows with delta recomputed in float32: a sum over many positions would accumulate the rounding of a half-precision `out`."""
     dout, lse2, delta = rows
-    if call.operands.cu_q is not None or not kernel.is_half:
+    if call.operands.cu_q is not None or not is_half(builder.problem.dtype):
         return rows
     # what flows into the weights is in the cotangent already
     alone = replace(call, numbers=call.numbers._replace(flow_columns=None, flow_weights=None))
-    schedule = kernel.schedule("captures")
+    schedule = builder.schedule("captures")
     grid = _grid(call.operands, schedule)
     sums = torch.zeros((grid.batch, grid.heads, grid.tiles[0] * schedule.tile_q), dtype=torch.float32, device=delta.device)
     launch = _Launch(sums, (sums.stride(0), sums.stride(1), 1, 0), (1, 1), "rows")
-    _launch(kernel, alone, (dout, lse2, torch.zeros_like(delta)), None, launch)
+    _launch(builder, alone, (dout, lse2, torch.zeros_like(delta)), None, launch)
     exact = sums[:, :, : grid.lengths[0]].contiguous()
     return dout, lse2, exact if cotangent is None else exact - cotangent
 
@@ -259,9 +259,9 @@ class _Launch:
 
 
 def _launch(
-    kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch
+    builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative | None, launch: _Launch
 ) -> None:
-    schedule = kernel.schedule("captures")
+    schedule = builder.schedule("captures")
     grid = _grid(call.operands, schedule)
     outer = (grid.batch // launch.inner[0], grid.heads // launch.inner[1])
     tiles = {"tile": grid.tiles[0] * grid.tiles[1], "columns": grid.tiles[1]}.get(launch.how, grid.tiles[0])
@@ -270,30 +270,32 @@ def _launch(
         return
     part = _unit_part()
     if derivative is not None:
-        part = _part(derivative, capture_layouts(call.operands.captures), half=kernel.is_half, scatters=launch.how == "scatter")
+        part = _part(
+            derivative, capture_layouts(call.operands.captures), half=is_half(builder.problem.dtype), scatters=launch.how == "scatter"
+        )
     o, s = call.operands, call.sequences
-    config = kernel.config(call, schedule, TileTable(0, "captures", kernel.dense_spans, kernel.dense_table))
-    spans = kernel.dense_spans._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)
+    config = builder.config(call, schedule, TileTable(0, "captures", DENSE, ALL))
+    spans = DENSE._replace(q_start=s.q_start, q_length=s.q_length, kv_start=s.kv_start, kv_length=s.kv_length)
     limits = tuple(min(n, most) for n, most in zip(grid.lengths, (2**29, 2**29), strict=True))
     b_step, h_step, q_step, kv_step = launch.strides
     is_contiguous = launch.how == "tile" and kv_step == 1 and q_step % 8 == 0
     steps = (b_step, h_step, q_step // 8 if is_contiguous else q_step, kv_step)
     queries = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
-    blocks, shape = _blocks(kernel, call, schedule)
+    blocks, shape = _blocks(builder, call, schedule)
     call.recorder.launch(
         capture_gradient, (programs,),
         queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
-        call.strides, kernel.size(call, grid.heads, 1), spans,
+        call.strides, builder.size(call, grid.heads, 1), spans,
         tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),
         call.numbers, call.environment, config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous,
         bool(derivative and derivative.axes), num_warps=schedule.warps, num_stages=1,
     )  # fmt: skip
 
 
-def _blocks(kernel: TritonKernel, call: Pass, schedule: Schedule) -> tuple[Tensor | None, tuple[int, ...]]:
+def _blocks(builder: PassBuilder, call: Pass, schedule: Schedule) -> tuple[Tensor | None, tuple[int, ...]]:
     """Classes of the caller's block mask, and encoded (b and h stride, blocks of a row, tiles of a block of queries and of keys)."""
-    blocks, size = call.operands.blocks, kernel.problem.formula.block_size
+    blocks, size = call.operands.blocks, builder.problem.formula.block_size
     if blocks is None or size is None:
         return None, ()
     blocks = blocks.contiguous()
@@ -306,27 +308,27 @@ def _by_name(way: Way, tensor: Tensor) -> dict[str | int, int]:
     return {name: stride for name, stride in zip(way.names, tensor.stride(), strict=True) if name is not None}
 
 
-def _tile(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+def _tile(builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     way = _choose_way(derivative)
     strides = _by_name(way, out)
-    grid = _grid(call.operands, kernel.schedule("captures"))
+    grid = _grid(call.operands, builder.schedule("captures"))
     inner = (1 if "b" in strides else grid.batch, 1 if "h" in strides else grid.heads)
     steps = tuple(strides.get(name, 0) for name in ("b", "h", "q_idx", "kv_idx"))
-    _launch(kernel, call, rows, derivative, _Launch(out, (steps[0], steps[1], steps[2], steps[3]), inner, "tile"))
+    _launch(builder, call, rows, derivative, _Launch(out, (steps[0], steps[1], steps[2], steps[3]), inner, "tile"))
     return out
 
 
-def _reduced(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+def _reduced(builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     """Sums of rows or columns for each batch entry and head, then over dimensions that do not index."""
     way = _choose_way(derivative)
-    schedule = kernel.schedule("captures")
+    schedule = builder.schedule("captures")
     grid = _grid(call.operands, schedule)
     side = int(way.how == "columns")
     length = grid.tiles[side] * (schedule.tile_kv if side else schedule.tile_q)
     extents = _entries(derivative, call)
     sums = torch.zeros((grid.batch, grid.heads, length, *extents), dtype=torch.float32, device=out.device)
     strides = (grid.heads * length, length, 1, 0)
-    _launch(kernel, call, rows, derivative, _Launch(sums, strides, (1, 1), way.how, entries=math.prod(extents)))
+    _launch(builder, call, rows, derivative, _Launch(sums, strides, (1, 1), way.how, entries=math.prod(extents)))
     places = _PLACES | {level: 3 + i for i, (level, _) in enumerate(derivative.axes)}
     kept = [places[name] for name in way.names if name is not None]
     sums = sums[:, :, : grid.lengths[side]]
@@ -346,18 +348,18 @@ def _entries(derivative: CaptureDerivative, call: Pass) -> tuple[int, ...]:
     return found
 
 
-def _scatter(kernel: TritonKernel, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
+def _scatter(builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
     """Contributions as integer multiples of a unit, so small that none is lost and so large that no sum overflows."""
-    schedule = kernel.schedule("captures")
+    schedule = builder.schedule("captures")
     grid, entries = _grid(call.operands, schedule), math.prod(_entries(derivative, call))
     length = grid.tiles[0] * schedule.tile_q
     sizes = torch.zeros((grid.batch, grid.heads, length), dtype=torch.float32, device=out.device)
-    _launch(kernel, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest", entries=entries))
+    _launch(builder, call, rows, derivative, _Launch(sizes, (sizes.stride(0), sizes.stride(1), 1, 0), (1, 1), "largest", entries=entries))
     largest = sizes.amax().double() if sizes.numel() else sizes.new_zeros((), dtype=torch.float64)
     count = max(1, grid.batch * grid.heads * grid.lengths[0] * grid.lengths[1] * entries)
     exponent = _BITS - math.ceil(math.log2(count + 1)) - torch.ceil(torch.log2(largest.clamp_min(1e-300)))
     units = torch.exp2(exponent.clamp(-900.0, 900.0)).reshape(1)
     whole = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
-    _launch(kernel, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units, entries))
+    _launch(builder, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units, entries))
     total = (whole.double() / units).float()
     return torch.where(torch.isfinite(largest), total, torch.nan)

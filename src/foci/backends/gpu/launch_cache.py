@@ -6,7 +6,7 @@ A launch list ("pass") is recorded at the first call and repeated at later calls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from foci.backends.gpu.stream_state import current_stream, free_stream, tensor_a
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.tensor_descriptors import without_overlap
 from foci.backends.gpu.tile_tables import Sequences, sequences_at
-from foci.problem import Geometry, Operands, Problem
+from foci.problem import Geometry, Operands
 from foci.weak_cache import WeakCache, tensor_state
+
+if TYPE_CHECKING:
+    from foci.backends.gpu.passes import PassBuilder
 
 __all__ = ["KnownPasses", "find_pass", "keep_pass", "source_of_places"]
 
@@ -59,12 +62,11 @@ class KnownPasses:
     """Launch lists of one kernel, under two keys. The geometry of a call is enough to repeat one without checking operands. `pass_key`
     holds everything that determines one, for operands that were checked."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.mask_slots = sorted({int(str(e.value)) for e in problem.variant.mask.walk() if e.op == "load"})
-        self.results = 3 if problem.formula.outputs.row_max else 2
-        self.wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
+    def __init__(self, builder: PassBuilder) -> None:
+        self.builder = builder
+        self.mask_slots, self.wanted, self.learns = builder.mask_slots, builder.wanted, builder.learns
+        self.results = 3 if builder.problem.formula.outputs.row_max else 2
         self.gradients = sum(self.wanted)
-        self.learns = any(problem.capture_grads)
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
         """See `foci.backends.contract.Repeating`. `others`: number of inputs that follow the captured tensors."""
@@ -151,12 +153,7 @@ class KnownPasses:
             inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
             count, strides = self.gradients, _strides_of(inputs, given, packed=geometry.packed)
         key = (geometry, current_stream(operands.query), strides, self._versions(operands.captures))
-        keep_pass(key, sequences, self.read_by_masks(operands), found.returning(count, packed=geometry.packed))
-
-    def read_by_masks(self, operands: Operands) -> tuple[Tensor, ...]:
-        """The tensors whose values decide which tiles are scheduled."""
-        read = self._read(operands.captures)
-        return read if operands.blocks is None else (*read, operands.blocks)
+        keep_pass(key, sequences, self.builder.read_by_masks(operands), found.returning(count, packed=geometry.packed))
 
     def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
         """The tensors that the mask captures."""

@@ -17,7 +17,7 @@ from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.problem import Operands, Results
 
 if TYPE_CHECKING:
-    from foci.backends.gpu.kernel import TritonKernel
+    from foci.backends.gpu.kernel import GpuKernel
     from foci.backends.gpu.tile_tables import Sequences
 
 __all__ = ["precompile_backward"]
@@ -46,7 +46,7 @@ class _PrecompileRecorder(Recorder):
         launch_ahead(function, plain, options)
 
 
-def precompile_backward(kernel: TritonKernel, operands: Operands, sequences: Sequences, results: Results) -> None:
+def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequences, results: Results) -> None:
     """Compiles the kernels that the backward pass will launch, where the forward pass has kernels to compile too.
 
     Called within `compile_in_parallel`. Four cases compile their backward kernels at the first backward pass instead: packed sequences,
@@ -54,10 +54,10 @@ def precompile_backward(kernel: TritonKernel, operands: Operands, sequences: Seq
     gradient of the logsumexp or of another auxiliary output, for the kernels that only this gradient needs.
     """
     is_empty = 0 in (results.out.numel(), operands.key.shape[2])
-    is_other = kernel.learns or kernel.problem.tuned or operands.cu_q is not None or operands.blocks is not None
+    is_other = kernel.learns or kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None
     if (
         kernel.gradients == 0
-        or not kernel.can_precompile_backward
+        or not kernel.backward_pass.only_records
         or is_empty
         or is_other
         or free_stream(operands.query) is None
@@ -67,4 +67,4 @@ def precompile_backward(kernel: TritonKernel, operands: Operands, sequences: Seq
     given = Given(results.out, results.lse, results.out, None)
     # the backward pass raises the same error, where the caller expects it
     with suppress(Exception):
-        kernel._backward(operands, given, sequences, _PrecompileRecorder(), None)
+        kernel.backward_pass.launch(operands, given, sequences, _PrecompileRecorder(), None)

@@ -30,7 +30,7 @@ from foci.problem import Operands
 from foci.weak_cache import WeakCache, tensor_state
 
 if TYPE_CHECKING:
-    from foci.backends.gpu.kernel import Pass, TritonKernel
+    from foci.backends.gpu.passes import Pass, PassBuilder
 
 __all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "operand_sequences", "sequences_at"]
 
@@ -178,28 +178,28 @@ _recording_cache: Final[WeakCache[Recording]] = WeakCache(256)
 """The same, bound to a number of tokens."""
 
 
-def build_visits(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> TileTable:
+def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> TileTable:
     """Build the tile table of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
     The table is cached as long as lengths, numbers and captured tensors (the same objects at the same version) do not change. It is not
     cached while a CUDA graph is captured: it would outlive the graph's memory, and the graph's inputs change unseen.
     """
-    operands, block_size = call.operands, kernel.problem.formula.block_size
-    read = kernel.read_by_masks(operands)
+    operands, block_size = call.operands, builder.problem.formula.block_size
+    read = builder.read_by_masks(operands)
     is_unkept = operands.blocks is not None and operands.geometry is None  # compiled code computes a new block mask at each call
     if not call.sequences.stays or is_unkept or _changes_unseen(operands.query, read):
-        return _make(kernel, call, schedule, side, None)
+        return _make(builder, call, schedule, side, None)
     query, key = operands.query, operands.key
     what = (
-        kernel.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
+        builder.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
         operands.floats, query.device, current_stream(query), *map(tensor_state, read), block_size, int(call.rows), int(call.columns),
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
     found = call.sequences.visits.find(known)
     if found is None and call.recorder.is_ahead:
-        return _make(kernel, call, schedule, side, None)
+        return _make(builder, call, schedule, side, None)
     if found is None:
-        found = _make(kernel, call, schedule, side, what)
+        found = _make(builder, call, schedule, side, what)
         after_launches(functools.partial(call.sequences.visits.add, known, read, found))
     return found
 
@@ -239,10 +239,10 @@ class _Tasks:
         return lambda sequences, tokens, _: (self.at(sequences, tokens), *sequences.tensors)
 
 
-def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known: tuple[object, ...] | None) -> TileTable:
+def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known: tuple[object, ...] | None) -> TileTable:
     """Build a tile table. `known`: key by which tile classes are cached, None if they are not."""
-    operands, mask = call.operands, kernel.variant.mask
-    tasks = _tasks(kernel, call, schedule, side)
+    operands, mask = call.operands, builder.variant.mask
+    tasks = _tasks(builder, call, schedule, side)
     if mask.op == "const" and mask.value is True and operands.blocks is None:
         return TileTable(tasks.count, "all", tasks.spans, ALL, tasks.source)
     is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
@@ -256,12 +256,12 @@ def _make(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str, known
         known = (*known, grid.grain)
         classes = call.sequences.classes.find(known)
     if classes is None:
-        classes = _classify(kernel, call, schedule, tasks, grid, recorder)
+        classes = _classify(builder, call, schedule, tasks, grid, recorder)
         if known is not None and operands.cu_q is None:
-            read = kernel.read_by_masks(operands)
+            read = builder.read_by_masks(operands)
             after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
     found = _list(call, tasks, grid, classes, visits, recorder)
-    template = None if kernel.mask_slots or tasks.source is None else recorder.template()
+    template = None if builder.mask_slots or tasks.source is None else recorder.template()
     return found if template is None else replace(found, source=functools.partial(_listed, tasks, template))
 
 
@@ -272,13 +272,13 @@ def _listed(tasks: _Tasks, template: Template, sequences: Sequences, tokens: Tok
     return tasks.at(sequences, tokens), counts, lists[0] if lists else None
 
 
-def _tasks(kernel: TritonKernel, call: Pass, schedule: Schedule, side: str) -> _Tasks:
+def _tasks(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> _Tasks:
     operands = call.operands
     is_by_query = side == "queries"
     tile, other = (schedule.tile_q, schedule.tile_kv) if is_by_query else (schedule.tile_kv, schedule.tile_q)
     mine, theirs = (call.rows, call.columns) if is_by_query else (call.columns, call.rows)
     count, spans, width = (mine + tile - 1) // tile, DENSE, triton.cdiv(int(theirs), other)
-    reads = kernel.variant.mask.variables()
+    reads = builder.variant.mask.variables()
     blocks = operands.blocks
     heads = operands.query.shape[1] if "h" in reads or (blocks is not None and blocks.shape[1] > 1) else 1
     batch = operands.query.shape[0] if "b" in reads or (blocks is not None and blocks.shape[0] > 1) else 1
@@ -348,9 +348,9 @@ def _size(call: Pass, tasks: _Tasks) -> Size:
     return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, call.rows, call.columns)))
 
 
-def _classify(kernel: TritonKernel, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, recorder: Recorder) -> Tensor:
+def _classify(builder: PassBuilder, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, recorder: Recorder) -> Tensor:
     """Classify the grid: int8 [batch, heads, lines, columns]."""
-    blocks, size = call.operands.blocks, kernel.problem.formula.block_size
+    blocks, size = call.operands.blocks, builder.problem.formula.block_size
     area = grid.lines * grid.columns
     strides = (tasks.heads * area, area, grid.columns, 1)
     classes = recorder.empty((tasks.batch, tasks.heads, grid.lines, grid.columns), strides, torch.int8, call.operands.query)

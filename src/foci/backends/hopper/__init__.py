@@ -11,13 +11,13 @@ import torch
 
 from foci.backends import self_check
 from foci.backends.contract import Kernel, Plan
+from foci.backends.gpu import portable
 from foci.backends.gpu.schedules import padded_dim
 from foci.backends.hopper.backward_schedules import DS_SCRATCH_BYTES, ds_scratch_schedule, padded_widths, short_q_schedule
 from foci.backends.hopper.kernel_rates import Pair, estimate_rates
 from foci.backends.hopper.perf_model import backward_cost, forward_cost, split_cost, takes_split
 from foci.backends.hopper.schedules import alternative_schedules, describe_width, forward_schedule, padded_width
 from foci.backends.row_kernels import RowKernels
-from foci.backends.triton import BACKEND as TRITON
 from foci.compat.triton import TESTED
 from foci.problem import Layout, Problem, Target
 
@@ -40,7 +40,7 @@ class HopperBackend:
             return "needs Triton, which is not installed"
         if not any(feature.startswith("triton-") for feature in target.features):
             return "needs to know the release of Triton, as its kernels were tested with some; the target does not say it"
-        if problem.needs_backward and (reason := TRITON.obstacle_to(problem, target)) is not None:
+        if problem.needs_backward and (reason := portable.reject(problem, target)) is not None:
             return f"needs the triton backend's gradients, but triton {reason}"
         return self._reject_problem(problem) or self_check.failure_of(self.name, problem, target)
 
@@ -102,22 +102,17 @@ class HopperBackend:
     def compile(self, plan: Plan, /) -> Kernel:
         """Build the kernels of a plan; each is compiled at its first launch. Under an untested release of Triton they are checked first."""
         self_check.check(plan)
-        if plan.problem.needs_backward:
-            from foci.backends.hopper.training import TrainingKernel
+        from foci.backends.hopper.kernel import build_kernel
 
-            return TrainingKernel(plan)
-        # importing the backward's kernels takes longer than the forward's: skip it without gradients
-        from foci.backends.hopper.kernel import HopperKernel
-
-        return HopperKernel(plan)
+        return build_kernel(plan)
 
     def key_of(self, plan: Plan, /) -> Plan:
         """The plan itself: schedules depend on lengths, and kernels on whether heads share keys."""
         return plan
 
     def row_kernels(self, target: Target, /) -> RowKernels | None:
-        """Row kernels of the backend `triton`: they are bound by memory, so wgmma would not help."""
-        return TRITON.row_kernels(target)
+        """The portable ones: they are bound by memory, so wgmma would not help."""
+        return portable.row_kernels(target)
 
 
 def _describe_widths(problem: Problem, widths: tuple[int, int]) -> str:

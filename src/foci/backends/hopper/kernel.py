@@ -1,210 +1,36 @@
-"""Host side of the forward: which kernels a call launches, with which arguments."""
+"""The kernel of a plan: for each pass this backend's kernels or the portable ones of `foci.backends.gpu`, whichever are faster."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeAlias
-
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
-
 from foci.backends.contract import Plan
-from foci.backends.gpu import kernel as host
-from foci.backends.gpu.allocate import result_tensors
-from foci.backends.gpu.compiling import after_launches
-from foci.backends.gpu.functions import capture_layouts
-from foci.backends.gpu.kernel_args import encode
-from foci.backends.gpu.recorder import Recorder
-from foci.backends.gpu.schedules import Schedule as Tiles
-from foci.backends.gpu.symbolic_tokens import at_most
-from foci.backends.gpu.tile_tables import Sequences, TileTable
-from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
-from foci.backends.hopper.descriptors import describe
-from foci.backends.hopper.forward import attention_forward
-from foci.backends.hopper.functions import build_functions
-from foci.backends.hopper.mask_bits import cover_keys, mark_keys, order_tasks, pack_masks
-from foci.backends.hopper.schedules import Schedule, count_sms, dense_sizes, forward_schedule, padded_width
-from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
-from foci.backends.mask_intervals import find_bounds
-from foci.backends.problem_class import MAX_MASK_BYTES
-from foci.ir.expr import const
-from foci.problem import Operands, Results
+from foci.backends.gpu.kernel import BackwardPass, ForwardPass, GpuKernel
+from foci.backends.gpu.passes import PassBuilder
+from foci.backends.gpu.portable_passes import PortableBackward, PortableForward
+from foci.backends.hopper.forward_pass import HopperForward
+from foci.backends.hopper.kernel_rates import estimate_rates
+from foci.backends.hopper.perf_model import takes_split
 
-__all__ = ["HopperKernel"]
+__all__ = ["build_kernel"]
 
 
-class MaskBits(NamedTuple):
-    """Precomputed from the tile lists of a mask, see `foci.backends.hopper.mask_bits`."""
+def build_kernel(plan: Plan, *, own_backward: bool | None = None) -> GpuKernel:
+    """Build the kernel of a plan. With gradients, the portable kernels compute a forward of short queries (split-KV), and a backward for
+    which this backend has no faster kernel.
 
-    bits: Tensor | None = None  # mask bits of partial tiles
-    limits: Tensor | None = None  # which of them each 64 rows need
-    starts: Tensor | None = None  # lists of moved tiles, by first key (`cover_keys`), if tiles are moved
-    counts: Tensor | None = None  # counts of these lists
-    order: Tensor | None = None  # tasks with the most tiles last, if they are sorted
+    Args:
+        plan: what to compute, on what.
+        own_backward: whether this backend computes the backward; None lets `kernel_rates` decide.
+    """
+    builder, problem = PassBuilder(plan), plan.problem
+    portable_forward, portable_backward = PortableForward(builder), PortableBackward(builder)
+    forward: ForwardPass = portable_forward
+    backward: BackwardPass = portable_backward
+    if not (problem.needs_backward and takes_split(problem, plan.target)):
+        forward = HopperForward(builder, portable_forward)
+    own_backward = estimate_rates(problem).backward.is_ahead if own_backward is None else own_backward
+    if problem.needs_backward and own_backward:
+        # importing the backward's kernels takes longer than the forward's: skip it without gradients
+        from foci.backends.hopper.backward_pass import HopperBackward
 
-
-_TableOptions: TypeAlias = tuple[bool, bool]
-"""(whether tiles are moved to the attended keys, whether tasks are sorted)."""
-
-SHORT_FORWARD_TILES: Final = 1 << 13
-"""Up to this many tiles in all tasks, visited or not, a forward is too short for moving tiles to pay."""
-
-
-class HopperKernel(host.TritonKernel):
-    """Forward of a plan. Preparation and caches are those of the Triton backend."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        formula = self.problem.formula
-        bounds = find_bounds(self.variant.mask)
-        self.is_bounded = bounds is not None and formula.block_size is None
-        self.has_low = bounds is not None and bounds.is_low
-        self.is_even = self.is_bounded and self.variant.mask == const(True)
-        self._unmasked = host.TritonKernel(without_mask(plan)) if self.is_bounded else self
-
-    def _forward(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
-        query, is_jagged = operands.query, operands.cu_q is not None
-        if 0 in (*query.shape, *operands.key.shape, *operands.value.shape):
-            return super()._forward(operands, sequences, recorder)
-        out, lse, row_max = result_tensors(recorder, operands, self.problem)
-        call = self.begin(operands, {"out": out}, sequences, recorder)
-        is_plain = call.is_plain and operands.scale > 0
-        schedule = forward_schedule(self.problem, dense_sizes(operands))
-        tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.short_tasks_last)
-        visits = self._find_visits(call, tiles)
-        size = self.size(call, query.shape[1], visits.tasks)
-        layouts = capture_layouts(operands.captures)
-        functions = build_functions(self.variant, layouts, half=True, resident="q_idx", divided=True)
-        if not functions.takes(operands.scale, operands.floats):
-            functions = build_functions(self.variant, layouts, half=True, resident="q_idx")
-        is_affine = functions.line is not None
-        mask_bits, count = self._find_mask_bits(call, schedule, tiles, visits), query.shape[0] * query.shape[1] * visits.tasks
-        table = visits.table
-        if mask_bits.starts is not None:
-            table = table._replace(counts=mask_bits.counts, lists=mask_bits.starts)
-        sources = (
-            describe(t, n, padded_width(t.shape[-1]), ragged=is_jagged)
-            for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
-        )
-        programs, tickets, halved = self._programs(count, schedule, operands, visits, recorder)
-        masked_table = MaskedTable(
-            *table, mask_bits.bits, mask_bits.limits, tickets, encode(halved), mask_bits.order, self._encode_short_last(schedule, operands)
-        )
-        recorder.launch(
-            attention_forward, (programs,),
-            *sources, lse, row_max, size, visits.spans, masked_table, call.numbers._replace(scale=operands.scale), call.environment,
-            self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, mask_bits=mask_bits, is_affine=is_affine),
-            functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4, launch_pdl=schedule.persistent,
-            maxnreg=schedule.max_registers,
-        )  # fmt: skip
-        if is_jagged:
-            places = (call.strides.out, size, visits.spans, self.config(call, tiles, visits))
-            recorder.launch(zero_fill_gaps, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
-        return Results(out, lse, row_max)
-
-    def _programs(
-        self, tasks: int, schedule: Schedule, operands: Operands, visits: TileTable, recorder: Recorder
-    ) -> tuple[int, Tensor | None, int]:
-        """(number of programs, ticket counter of persistent ones or None, how many of the last tasks are split between two programs).
-
-        Packed sequences keep the counter in their task table. Equal tasks are split if they would keep less than half of the programs busy
-        in the last wave.
-        """
-        if not schedule.persistent:
-            return tasks, None, 0
-        programs = at_most(tasks, schedule.programs_per_sm * count_sms(operands.query.device))
-        if operands.cu_q is not None:
-            return programs, None if schedule.static else visits.spans.tasks, 0
-        tickets = None if schedule.static else recorder.empty((1,), (1,), torch.int32, operands.query)
-        if tickets is not None and programs < tasks:
-            recorder.launch(zero_counters, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
-        in_last_round = tasks % programs if self.is_even else 0
-        return programs, tickets, in_last_round if 2 * in_last_round <= programs else 0
-
-    def _find_visits(self, call: host.Pass, tiles: Tiles) -> TileTable:
-        """Which tiles of keys each task visits. With bounds the kernel computes them, and the table is that of an unmasked problem."""
-        if not self.is_bounded:
-            return self.visits(call, tiles, "queries")
-        return replace(self._unmasked.visits(call, tiles, "queries"), mode="bounds")
-
-    def _encode_short_last(self, schedule: Schedule, operands: Operands) -> int | None:
-        """`MaskedTable.short_last`: encoded 1 if heads have a shorter last task that comes after all others, else 0; None if not
-        applicable."""
-        if not (self.is_even and schedule.short_tasks_last) or operands.cu_q is not None:
-            return None
-        return encode(int(0 < operands.query.shape[2] % schedule.tile_q < operands.query.shape[2]))
-
-    def _find_mask_bits(self, call: host.Pass, schedule: Schedule, tiles: Tiles, visits: TileTable) -> MaskBits:
-        """Mask bits of a table, computed once and cached. None where other sequences will reuse the launch, or the bits would be too
-        large."""
-        lists = visits.table.lists
-        if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > MAX_MASK_BYTES:
-            return MaskBits()
-        query, formula = call.operands.query, self.problem.formula
-        is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > SHORT_FORWARD_TILES
-        # with blocks and dropout tiles are where the caller's classes, and random numbers, are
-        options = (
-            is_long and formula.block_size is None and not formula.dropout,
-            is_long and schedule.longest_first and call.operands.cu_q is None,
-        )
-        mask_bits = visits.derived.get(("mask bits", options))  # calls with and without dropout share a table but not these options
-        if mask_bits is None:
-            mask_bits = self._build_mask_bits(call, options, tiles, visits, lists)
-            after_launches(functools.partial(visits.derived.__setitem__, ("mask bits", options), mask_bits))
-        call.recorder.keep(mask_bits)
-        return mask_bits
-
-    def _build_mask_bits(self, call: host.Pass, options: _TableOptions, tiles: Tiles, visits: TileTable, lists: Tensor) -> MaskBits:
-        """Compute the mask bits of partial tiles; in a long forward also move tiles and sort tasks."""
-        query, table, (moves, sorts) = call.operands.query, visits.table, options
-        heads = 1 if table.h_stride == encode(0) else query.shape[1]
-        size, mask = self.size(call, heads, visits.tasks), call.functions.mask
-        places = (visits.spans, call.environment, encode(heads), self.config(call, tiles, visits))
-        rows, width = lists.shape
-        tables = Recorder((), None)  # separate: the pass reads the result
-        bits = MaskBits(
-            torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
-            torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
-        )
-        assert table.counts is not None
-        if moves:
-            bits = bits._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
-            keys = torch.zeros((rows, width, tiles.tile_kv), dtype=torch.int8, device=lists.device)
-            tables.launch(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
-            cover_args, width_pow2 = (bits.starts, bits.counts, keys), triton.next_power_of_2(width)
-            tables.launch(cover_keys, (rows,), *cover_args, table, size, visits.spans, places[-1], width_pow2, 1024, num_warps=4)
-            table = table._replace(counts=bits.counts, lists=bits.starts)
-        if sorts:
-            bits = bits._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
-            tables.launch(
-                order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), bits.order, table.counts, size, 64, num_warps=4
-            )
-        tables.launch(
-            pack_masks, (rows * (tiles.tile_q // 64), 8),
-            bits.bits, bits.limits, table, size, *places, mask, 8, bits.starts is not None, num_warps=4,
-        )  # fmt: skip
-        return bits
-
-    def _config(self, schedule: Schedule, mode: str, *, is_jagged: bool, is_plain: bool, mask_bits: MaskBits, is_affine: bool) -> Config:
-        """Compile-time configuration of a launch."""
-        p = self.problem
-        return make_config(
-            (
-                schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
-                p.head_dim, padded_width(p.head_dim), p.value_dim, padded_width(p.value_dim), mode, is_jagged, is_plain,
-                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
-                mask_bits.bits is not None, schedule.persistent,
-            ),
-            AFFINE=is_affine, SINGLE_LOOP=schedule.single_loop, NAMED_BARRIERS=schedule.named_barriers, EXACT_MAX=p.formula.outputs.row_max,
-            Q_IN_REGISTERS=schedule.q_in_registers, EARLY_ROUNDING=schedule.early_rounding and not p.formula.dropout,
-            KEY_STARTS=mask_bits.starts is not None, HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers,
-            SERPENTINE=schedule.serpentine,
-        )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], **flags: int) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in flags.items()})
+        backward = HopperBackward(builder, portable_backward)
+    return GpuKernel(builder, forward, backward)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from foci.backends import triton
 from foci.backends.causal import is_causal
+from foci.backends.gpu import portable
 from foci.backends.hopper.kernel_rates import estimate_rates
 from foci.backends.hopper.schedules import DEFAULT_SMS, forward_schedule
 from foci.problem import Problem, Target
@@ -27,7 +27,7 @@ def forward_cost(problem: Problem, target: Target) -> float:
     """
     schedule, rates = forward_schedule(problem), estimate_rates(problem).forward
     rows = 64 if schedule.persistent else schedule.tile_q
-    if schedule.persistent and triton.splits_keys(problem, target):
+    if schedule.persistent and portable.splits_keys(problem, target):
         rows = min(schedule.tile_q, -(-problem.q_len // 64) * 64)
     tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
     flops = 2.0 * max(DEFAULT_SMS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
@@ -36,7 +36,7 @@ def forward_cost(problem: Problem, target: Target) -> float:
 
 def split_cost(problem: Problem, target: Target) -> float:
     """Estimate the forward by `triton`'s split-KV kernel; infinite if it does not split."""
-    return triton.forward_cost(problem, target) if triton.splits_keys(problem, target) else math.inf
+    return portable.forward_cost(problem, target) if portable.splits_keys(problem, target) else math.inf
 
 
 def takes_split(problem: Problem, target: Target) -> bool:

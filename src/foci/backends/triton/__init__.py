@@ -1,40 +1,17 @@
-"""Any variant as fused GPU kernels, for NVIDIA devices from sm_80 on, written in Triton.
+"""Any variant as fused GPU kernels, for NVIDIA devices from sm_80 on, written in Triton: the portable kernels of `foci.backends.gpu`.
 
 Triton is imported when the first plan is compiled, so that planning works where it is not installed.
 """
 
 from __future__ import annotations
 
-import os
-from typing import Final
-
-import torch
-
 from foci.backends import self_check
-from foci.backends.causal import is_causal
 from foci.backends.contract import Kernel, MachineFact, Plan
-from foci.backends.gpu.schedules import (
-    busy_fraction,
-    padded_dim,
-    schedule_for,
-    scratch_bytes,
-    split_efficiency,
-    split_kind,
-    takes_splits,
-    vector_bytes,
-)
+from foci.backends.gpu import portable
 from foci.backends.row_kernels import RowKernels
-from foci.backends.sequences import shapeless_weights
-from foci.ir.derivative import CaptureDerivative, capture_derivatives
 from foci.problem import Layout, Problem, Target
 
-__all__ = ["BACKEND", "TritonBackend", "forward_cost", "splits_keys"]
-
-_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-_FLOPS: Final[dict[int, float]] = {80: 1.6e14, 86: 6e13, 89: 1.5e14, 90: 4.5e14, 100: 6e14}
-_FORWARD: Final = 2.2e-5
-_BACKWARD: Final = 5e-5
-"""What a pass costs the host, measured beside an H200 (benchmarks/gpu_overhead.py)."""
+__all__ = ["BACKEND", "TritonBackend"]
 
 
 class TritonBackend:
@@ -44,128 +21,46 @@ class TritonBackend:
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
         """Why not, or None."""
-        return self.obstacle_to(problem, target) or self_check.failure_of(self.name, problem, target)
-
-    def obstacle_to(self, problem: Problem, target: Target) -> str | None:
-        """Why not, whatever a self-check may have said."""
-        return _reject_target(target) or self._reject_problem(problem, target)
+        return portable.reject(problem, target) or self_check.failure_of(self.name, problem, target)
 
     def is_failed_check(self, reason: str, /) -> bool:
         """Whether a reason is that the kernels failed their self-check under this release of Triton."""
         return self_check.is_failure(reason)
 
-    def _reject_problem(self, problem: Problem, target: Target) -> str | None:
-        if problem.dtype not in _DTYPES:
-            return f"computes in float32; {str(problem.dtype).removeprefix('torch.')} needs more"
-        if problem.dtype == torch.bfloat16 and target.device == "cpu":
-            return "Triton's interpreter has no products of bfloat16"
-        if max(problem.head_dim, problem.value_dim) > 512:
-            return f"head dims go to 512; this has D = {problem.head_dim}, Dv = {problem.value_dim}"
-        if (reason := shapeless_weights(problem.formula)) is not None:
-            return reason
-        if problem.formula.block_size is not None and any(size % 16 for size in problem.formula.block_size):
-            return f"block sizes must be multiples of 16, not {problem.formula.block_size}"
-        if problem.formula.block_size is not None and problem.formula.layout is not Layout.DENSE:
-            return "block masks are for the dense layout"
-        rows = (extent for d in _derivatives(problem) if problem.capture_grads[d.slot] for _, extent in d.axes)
-        if any(extent.op not in ("size", "const") for extent in rows):
-            return "does not compute gradients of captured tensors through a reduction whose length differs from place to place"
-        return self._reject_size(problem, target)
-
-    def _reject_size(self, problem: Problem, target: Target) -> str | None:
-        """Whether every kernel has a schedule that fits the device's shared memory."""
-        dims = (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
-        kinds = ["forward", "forward_sparse", "forward_listed", "decode", "split"]
-        if problem.needs_backward:
-            kinds += [
-                "query_gradient",
-                "query_gradient_sparse",
-                "key_gradient",
-                "key_gradient_scored",
-                "key_gradient_alone",
-                "value_gradient_alone",
-            ]
-        outputs = problem.formula.outputs
-        if any(problem.capture_grads) or outputs.weights or outputs.column_sums:
-            kinds.append("captures")
-        scratch, vectors = scratch_bytes(problem), vector_bytes(problem.variant)
-        for kind in kinds:
-            if schedule_for(kind, target.arch, dims, problem.dtype.itemsize, scratch=scratch, vectors=vectors) is None:
-                size = f"D = {problem.head_dim}, Dv = {problem.value_dim}"
-                return f"the {kind} kernel does not fit the shared memory of sm_{target.arch} with {size}"
-        return None
-
     def note(self, problem: Problem, target: Target, /) -> str:
         """Whether keys are split."""
-        split = "short queries: split-KV (Flash-Decoding), then a kernel that combines the splits" if splits_keys(problem, target) else ""
+        split = (
+            "short queries: split-KV (Flash-Decoding), then a kernel that combines the splits"
+            if portable.splits_keys(problem, target)
+            else ""
+        )
         return (self_check.note_of(target) + split).removesuffix("; ")
 
     def cost(self, problem: Problem, target: Target, /) -> float:
-        """Launches and flops at the rate such kernels reach, half of them under the causal mask; of a backward less, where multiprocessors
-        are idle. In the interpreter no one should want to wait."""
-        if target.device == "cpu":
-            return 1e3 + problem.flops / 1e6
-        forward = forward_cost(problem, target)
-        if not problem.needs_backward:
-            return forward
-        return forward + _BACKWARD + 2.5 * (forward - _FORWARD) / busy_fraction(problem, target.arch)
+        """See `portable.estimate_cost`."""
+        return portable.estimate_cost(problem, target)
 
     def compile(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched; under a release that foci was not tested with, their kind is
         checked first."""
         self_check.check(plan)
-        from foci.backends.gpu.kernel import TritonKernel
+        from foci.backends.triton.kernel import build_kernel
         from foci.backends.triton.paged import PagedKernel
         from foci.backends.triton.tuning import TunedKernel
 
         if plan.problem.formula.layout is Layout.PAGED:
             return PagedKernel(plan)
         if plan.problem.tuned and not self_check.is_needed(plan.target):  # a check is of the kernels' usual schedules
-            return TunedKernel(plan, TritonKernel)
-        return TritonKernel(plan)
+            return TunedKernel(plan, build_kernel)
+        return build_kernel(plan)
 
     def facts(self) -> dict[str, MachineFact]:
         """Whether the environment turned the self-check off."""
         return {} if self_check.ENABLED else {"self-check": MachineFact("off (FOCI_SELF_CHECK=0)")}
 
     def row_kernels(self, target: Target, /) -> RowKernels | None:
-        """Those in Triton, wherever it runs; nothing checks them, so a release that foci was not tested with has none."""
-        if _reject_target(target) is not None or self_check.is_needed(target):
-            return None
-        from foci.backends.gpu.layernorm import ROW_KERNELS
-
-        return ROW_KERNELS
-
-
-def _reject_target(target: Target) -> str | None:
-    """Why not, or None. On the CPU it runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests."""
-    if target.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs an NVIDIA GPU (or TRITON_INTERPRET=1, for tests)"
-    if target.device not in ("cuda", "cpu"):
-        return f"needs an NVIDIA GPU, not {target.device}"
-    if target.device == "cuda" and "triton" not in target.features:
-        return "needs Triton, which is not installed"
-    if target.device == "cuda" and target.arch < 80:
-        return f"needs compute capability 8.0 or newer, not {target.arch / 10}"
-    return None
-
-
-def forward_cost(problem: Problem, target: Target) -> float:
-    """What a forward costs on a GPU."""
-    rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
-    if splits_keys(problem, target):
-        rate *= split_efficiency(problem, target.arch)
-    return _FORWARD + problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate
-
-
-def splits_keys(problem: Problem, target: Target) -> bool:
-    """Whether a forward splits keys over programs, whatever its lengths within those that the problem stands for."""
-    heads, lengths = (problem.q_heads, problem.kv_heads), (problem.q_len, problem.kv_len // 2 + 1)
-    return takes_splits(problem.formula) and split_kind(problem.batch, heads, lengths, target.arch) is not None
-
-
-def _derivatives(problem: Problem) -> tuple[CaptureDerivative, ...]:
-    return capture_derivatives(problem.variant.score) if any(problem.capture_grads) else ()
+        """See `portable.row_kernels`."""
+        return portable.row_kernels(target)
 
 
 BACKEND = TritonBackend()

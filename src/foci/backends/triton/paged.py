@@ -15,9 +15,11 @@ from foci.backends.contract import Given, Inputs, Offsets, Plan
 from foci.backends.gpu.allocate import result_tensors
 from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.decode import Pages
-from foci.backends.gpu.kernel import TritonKernel, is_elsewhere
+from foci.backends.gpu.kernel import GpuKernel, is_elsewhere
 from foci.backends.gpu.kernel_args import encode
 from foci.backends.gpu.launch_cache import find_pass, keep_pass
+from foci.backends.gpu.passes import PassBuilder
+from foci.backends.gpu.portable_passes import PortableBackward, PortableForward
 from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule, padded_dim, shares_tile
 from foci.backends.gpu.stream_state import current_stream
@@ -25,6 +27,7 @@ from foci.backends.gpu.symbolic_tokens import count_tokens
 from foci.backends.gpu.tensor_descriptors import stream_operand
 from foci.backends.gpu.tile_tables import Sequences, build_visits, operand_sequences
 from foci.backends.paged_gather import Gathered, jagged_plan
+from foci.backends.triton.kernel import build_kernel
 from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
 
 __all__ = ["PagedKernel"]
@@ -44,8 +47,10 @@ class PagedKernel:
     """Forward and backward of a plan with paged keys and values."""
 
     def __init__(self, plan: Plan) -> None:
-        self.native = TritonKernel(plan)
-        self.gathered = Gathered(plan, TritonKernel(jagged_plan(plan)))
+        self.builder = PassBuilder(plan)
+        self.forward_pass = PortableForward(self.builder)
+        self.native = GpuKernel(self.builder, self.forward_pass, PortableBackward(self.builder))
+        self.gathered = Gathered(plan, build_kernel(jagged_plan(plan)))
 
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""
@@ -90,29 +95,29 @@ class PagedKernel:
     def is_decode(self, operands: Operands) -> bool:
         """Whether a call is a decode: few rows per group of heads, one set of tiles for the whole group, and no other outputs."""
         (_, heads, length, _), kv_heads = operands.query.shape, operands.key.shape[1]
-        if "h" in self.native.variant.mask.variables() or self.native.problem.formula.outputs.column_sums:
+        if "h" in self.builder.variant.mask.variables() or self.builder.problem.formula.outputs.column_sums:
             return False
         return shares_tile(heads // kv_heads, length) and operands.max_kv > 0
 
     def _decode(self, operands: Operands, recorder: Recorder) -> Results:
-        kernel, query, key = self.native, operands.query, operands.key
+        builder, query, key = self.builder, operands.query, operands.key
         lengths, table = _collect_pages(operands)
-        outputs = result_tensors(recorder, operands, kernel.problem)
-        call = kernel.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), recorder)
+        outputs = result_tensors(recorder, operands, builder.problem)
+        call = builder.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), recorder)
         call = replace(call, columns=operands.max_kv)
         schedule = self._schedule(operands)
-        visits = build_visits(kernel, call, schedule, "queries")
-        config = kernel.config(call, schedule, visits)
+        visits = build_visits(builder, call, schedule, "queries")
+        config = builder.config(call, schedule, visits)
         stream = functools.partial(stream_operand, config, schedule.tile_kv, key.shape[2])
         groups, tiles = query.shape[0] * key.shape[1], triton.cdiv(operands.max_kv, schedule.tile_kv)
-        splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if kernel.plan.target.arch else min(3, tiles)
+        splits = max(1, min(_PROGRAMS // groups, tiles // 4)) if builder.plan.target.arch else min(3, tiles)
         pages = Pages(lengths, table, encode(table.stride(0)), encode(table.stride(1)), tl.constexpr(key.shape[2]))
-        kernel.split(call, "decode", schedule, visits, config, splits, (stream(key), stream(operands.value)), outputs, pages)
+        self.forward_pass.split(call, "decode", schedule, visits, config, splits, (stream(key), stream(operands.value)), outputs, pages)
         return Results(*outputs)
 
     def _schedule(self, operands: Operands) -> Schedule:
         """Schedule of a decode, with tiles no longer than a page if pages are long enough: a tile within one page needs one look-up."""
-        found, page = self.native.schedule("decode"), operands.key.shape[2]
+        found, page = self.builder.schedule("decode"), operands.key.shape[2]
         tile = found.tile_kv
         if page >= 32 and page & (page - 1) == 0:
             tile = min(tile, page)

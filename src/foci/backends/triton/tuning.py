@@ -41,9 +41,12 @@ _MOST: Final = 24
 
 
 class Scheduled(Protocol):
-    """A kernel whose `schedules` may be set before it runs; it adds those that it chooses itself."""
+    """A kernel whose schedules may be set before it runs."""
 
-    schedules: dict[str, Schedule]
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """Schedules by kernel; the kernel adds those that it chooses itself."""
+        ...
 
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""
@@ -196,7 +199,7 @@ class TunedKernel:
 
     def _with(self, schedules: dict[str, Schedule]) -> Scheduled:
         kernel = self.make(self.plan)
-        kernel.schedules |= schedules
+        kernel.schedules.update(schedules)
         return kernel
 
     def _fastest(self, kind: str, run: Callable[[Scheduled], object]) -> Schedule:

@@ -1,6 +1,6 @@
 """Host side of the backward: which kernels a call launches, with which arguments.
 
-Preparation, caches and gradients of captured tensors are those of the Triton backend. One of four ways computes dq, dk and dv:
+Preparation, caches and gradients of captured tensors are those of `foci.backends.gpu`. One of four ways computes dq, dk and dv:
 
     fused       `bwd_dq_dk_dv`: one kernel, dq in float32 accumulators
     by chunks   `bwd_dk_dv` or `bwd_dk_dv_wide` stores dS of some heads at a time, `bwd_dq_from_ds` reads it
@@ -20,13 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.causal import is_causal
-from foci.backends.contract import Given, Plan
-from foci.backends.gpu import kernel as host
+from foci.backends.contract import Given
 from foci.backends.gpu.allocate import gradient_tensors, row_tensors
 from foci.backends.gpu.captured_grad import capture_gradients, find_query_tile_bias
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts, is_half
 from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.passes import Pass, PassBuilder
+from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.symbolic_tokens import at_most
@@ -76,7 +77,7 @@ from foci.backends.problem_class import MAX_MASK_BYTES
 from foci.compat.gluon import HAS_ADD
 from foci.problem import Operands
 
-__all__ = ["HopperGradients"]
+__all__ = ["HopperBackward"]
 
 
 _ROW_LAYOUT: Final = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -128,11 +129,14 @@ class _Streams(NamedTuple):
         return _describe_row(self.lines[0], count, rows), _describe_row(self.lines[1], count, rows), encode(pitch)
 
 
-class HopperGradients(host.TritonKernel):
-    """Backward of a plan."""
+class HopperBackward:
+    """Backward of a plan. `portable`: the backward that takes what these kernels do not."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, builder: PassBuilder, portable: PortableBackward) -> None:
+        self.builder = builder
+        self.portable = portable
+        self.problem = builder.problem
+        self.variant = builder.variant
         mask, formula = self.variant.mask, self.problem.formula
         self.is_prefix = is_prefix(self.problem)
         self.is_bounded_by_key = formula.block_size is None and find_bounds(mask, "q_idx") is not None
@@ -141,24 +145,30 @@ class HopperGradients(host.TritonKernel):
         self.widths = padded_widths(self.problem)
         self.ds_tiles = ds_scratch_schedule(self.problem)
         self.splits = max(self.widths) > 128 and self.widths not in UNSPLIT_WIDTHS
-        self._tasks = host.TritonKernel(without_mask(plan))
+        self._unmasked = PassBuilder(without_mask(builder.plan))
 
-    def _backward(
+    @property
+    def only_records(self) -> bool:
+        """False where mask tables are built: those kernels run at once, not when they are compiled."""
+        return self.is_prefix
+
+    def launch(
         self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        """See `foci.backends.gpu.kernel.BackwardPass`."""
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        if not (query.numel() and key.numel() and value.numel()) or (self.learns and find_query_tile_bias(self, operands)):
-            return super()._backward(operands, given, sequences, recorder, flow)
-        if p.formula.dropout and (self.fused is None or not all(self.wanted)):
+        if not (query.numel() and key.numel() and value.numel()) or (self.builder.learns and find_query_tile_bias(self.builder, operands)):
+            return self.portable.launch(operands, given, sequences, recorder, flow)
+        if p.formula.dropout and (self.fused is None or not all(self.builder.wanted)):
             # only the fused kernel supports dropout
-            return super()._backward(operands, given, sequences, recorder, flow)
+            return self.portable.launch(operands, given, sequences, recorder, flow)
         tensors = (query, key, value, given.dout)
         if not all(map(takes_descriptor, tensors)):
             recorder.forget()
         query, key, value, dout = (t if takes_descriptor(t) else t.contiguous() for t in tensors)
         given = given._replace(dout=dout)
-        grads = gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.wanted)
-        call = self.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
+        grads = gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.builder.wanted)
+        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
         lse2, delta = row_tensors(recorder, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         wants_all = dq is not None and dk is not None and dv is not None
@@ -182,57 +192,57 @@ class HopperGradients(host.TritonKernel):
             self._launch_dq_and_dk_dv(call, streams, (lse2, delta), (dq, dk, dv))
         if not any(p.capture_grads):
             return list(grads.values()), ()
-        return list(grads.values()), capture_gradients(self, call, (given.dout, lse2, delta), given.dlse)
+        return list(grads.values()), capture_gradients(self.builder, call, (given.dout, lse2, delta), given.dlse)
 
     def _launch_preprocess(
-        self, call: host.Pass, given: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None
+        self, call: Pass, given: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None
     ) -> tuple[Tensor, Tensor, int]:
         """Launch row statistics and zeroing. Returns `_Streams.lines`."""
         operands, (batch, heads, _), length = call.operands, row_values[0].shape, call.rows
-        visits = host.TritonKernel.visits(self._tasks, call, Tiles(128, 128, 4, 1), "queries")
+        visits = self._unmasked.visits(call, Tiles(128, 128, 4, 1), "queries")
         padded_rows, pitch = row_values, length
         keep = call.numbers.keep_factor if self.problem.formula.dropout else None
         if operands.cu_q is not None or length % 4 or keep is not None:
             pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else visits.tasks) * 128
             padded_rows = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, row_values[0]) for _ in range(2))  # type: ignore[assignment]
-        tile = min(max(PREPROCESS_NUMBERS // self.dims[1], 16), 128)
+        tile = min(max(PREPROCESS_NUMBERS // self.builder.dims[1], 16), 128)
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.recorder.launch(
             begin_gradients, (batch * heads * visits.tasks, 128 // tile),
             given.out, given.dout, given.lse, given.dlse, row_values, None if padded_rows is row_values else padded_rows,
-            keep, turns, encode(count), grads, call.strides, self.size(call, heads, visits.tasks),
+            keep, turns, encode(count), grads, call.strides, self.builder.size(call, heads, visits.tasks),
             encode(operands.key.shape[1]), visits.spans, encode(pitch),
-            self.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
+            self.builder.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
         return padded_rows[0], padded_rows[1], pitch
 
-    def _launch_dq_and_dk_dv(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
+    def _launch_dq_and_dk_dv(self, call: Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: Grads) -> None:
         """Launch one kernel for dq, another for dk and dv."""
         dq, dk, dv = grads
         if dq is not None:
             self._launch_dq(call, streams, rows, dq)
         if dk is not None and dv is not None and self.splits:
-            self._launch_dk_dv_wide(call, streams, (dk, dv), self._find_mask_visits(call, DK_DV_WIDE_TILES, "keys"))
+            self._launch_dk_dv_wide(call, streams, (dk, dv), self.builder.visits(call, DK_DV_WIDE_TILES.tiles, "keys"))
         elif dk is not None or dv is not None:
-            self._launch_dk_dv(call, streams, (dk, dv), self._find_mask_visits(call, DK_DV_TILES[max(self.widths)], "keys"))
+            self._launch_dk_dv(call, streams, (dk, dv), self.builder.visits(call, DK_DV_TILES[max(self.widths)].tiles, "keys"))
 
-    def _launch_dq(self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+    def _launch_dq(self, call: Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         tiles, operands, desc = DQ_TILES[max(self.widths)], call.operands, streams.describe
-        visits, functions = self._find_mask_visits(call, tiles, "queries"), self._build_functions(operands, "q_idx")
+        visits, functions = self.builder.visits(call, tiles.tiles, "queries"), self._build_functions(operands, "q_idx")
         batch, heads = streams.query.shape[:2]
         call.recorder.launch(
             attention_query_gradient, (batch * heads * visits.tasks,),
             desc(streams.query, 64), desc(streams.key, tiles.tile_kv), desc(streams.value, tiles.tile_kv), desc(streams.dout, 64),
-            *rows, desc(dq, 64), self.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
+            *rows, desc(dq, 64), self.builder.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._build_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
 
     def _launch_short_q(
-        self, call: host.Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor], tiles: TileShape
+        self, call: Pass, streams: _Streams, rows: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor, Tensor], tiles: TileShape
     ) -> None:
         """Launch the short-query kernel: a program per head, or several where few heads have many keys."""
         functions, desc, (batch, heads) = self._build_functions(call.operands, "q_idx"), streams.describe, streams.query.shape[:2]
-        config, size, (dq, dk, dv) = self._build_config(call, tiles, "all"), self.size(call, heads, 1), grads
+        config, size, (dq, dk, dv) = self._build_config(call, tiles, "all"), self.builder.size(call, heads, 1), grads
         tiles_each, programs = split_short_q(batch * heads, int(call.columns), tiles.tile_kv)
         partials = None
         if programs > 1:
@@ -251,7 +261,7 @@ class HopperGradients(host.TritonKernel):
                 num_warps=4, maxnreg=REDUCE_REGISTERS,
             )  # fmt: skip
 
-    def _allocate_ds_scratch(self, call: host.Pass, query: Tensor, tiles: TileShape) -> _DsScratch | None:
+    def _allocate_ds_scratch(self, call: Pass, query: Tensor, tiles: TileShape) -> _DsScratch | None:
         """Allocate memory for dS; None if too few heads fit to fill the GPU."""
         (batch, heads), kv_heads = query.shape[:2], call.operands.key.shape[1]
         rows, columns = ds_scratch_shape(int(call.rows), int(call.columns), is_causal=is_causal(self.variant))
@@ -263,14 +273,14 @@ class HopperGradients(host.TritonKernel):
         return _DsScratch(tiles, call.recorder.empty(shape, strides, query.dtype, query), count)
 
     def _launch_by_chunks(
-        self, call: host.Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], scratch: _DsScratch
+        self, call: Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], scratch: _DsScratch
     ) -> None:
         """Launch, for one chunk of heads after another, dk and dv, which store dS, then dq = dS K."""
         (shape, ds_scratch, chunk), desc = scratch, streams.describe
         (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
         group, tasks, tiles = heads // kv_heads, -(-call.rows // shape.tile_q), encode(ds_scratch.shape[3] // 128)
         config = self._build_config(call, shape, "causal" if is_causal(self.variant) else "all")
-        visits = self._find_mask_visits(call, DK_DV_WIDE_TILES if self.splits else DK_DV_TILES[max(self.widths)], "keys")
+        visits = self.builder.visits(call, (DK_DV_WIDE_TILES if self.splits else DK_DV_TILES[max(self.widths)]).tiles, "keys")
         by_key = self._launch_dk_dv_wide if self.splits else self._launch_dk_dv
         for first in range(0, batch * kv_heads, chunk):
             count = min(chunk, batch * kv_heads - first)
@@ -278,12 +288,12 @@ class HopperGradients(host.TritonKernel):
             call.recorder.launch(
                 attention_kept_gradient, (count * group * tasks,),
                 _describe_ds(ds_scratch, shape.tile_kv, 64), desc(streams.key, shape.tile_kv), desc(dq, 64),
-                self.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
+                self.builder.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
                 config, num_warps=4,
             )  # fmt: skip
 
     def _launch_dk_dv(
-        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
+        self, call: Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
         ds_scratch: Tensor | None = None, chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
         """Launch dk and dv of all heads, or of a chunk that stores its dS in `ds_scratch`."""
@@ -296,13 +306,13 @@ class HopperGradients(host.TritonKernel):
             desc(streams.query, tiles.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, tiles.tile_q),
             *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, tiles.tile_q), chunk,
-            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
+            self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._build_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask,
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
     def _launch_dk_dv_wide(
-        self, call: host.Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
+        self, call: Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
         ds_scratch: Tensor | None = None, chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
         """Launch dk and dv of wide heads, as `_launch_dk_dv`."""
@@ -314,18 +324,18 @@ class HopperGradients(host.TritonKernel):
             attention_split_gradient, (programs * visits.tasks,),
             *(desc(t, 64) for t in streams[:4]), *streams.describe_row_values(64), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, 64), chunk,
-            self.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
+            self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
             call.environment, self._build_config(call, DK_DV_WIDE_TILES, visits.mode), functions.pre, functions.both,
             functions.mask, num_warps=4,
         )  # fmt: skip
 
-    def _allocate_dq_sums(self, call: host.Pass, query: Tensor, schedule: FusedSchedule) -> _DqSums:
+    def _allocate_dq_sums(self, call: Pass, query: Tensor, schedule: FusedSchedule) -> _DqSums:
         """Allocate the accumulators of dq."""
         operands, (batch, heads) = call.operands, query.shape[:2]
         if schedule.goes_round:
             programs = batch * operands.key.shape[1] * -(-call.columns // schedule.shape.tile_kv)
             schedule = place_schedule(schedule, programs, count_sms(query.device))
-        by_query = host.TritonKernel.visits(self._tasks, call, schedule.shape.tiles, "queries")
+        by_query = self._unmasked.visits(call, schedule.shape.tiles, "queries")
         # packed: each sequence begins a new tile
         slots = call.rows // schedule.shape.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
@@ -334,16 +344,16 @@ class HopperGradients(host.TritonKernel):
         added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
         return _DqSums(schedule, slots, count, turns, added)
 
-    def _launch_fused(self, call: host.Pass, streams: _Streams, grads: Grads, sums: _DqSums) -> None:
+    def _launch_fused(self, call: Pass, streams: _Streams, grads: Grads, sums: _DqSums) -> None:
         """Launch the fused kernel, then the kernel that converts its accumulators to dq."""
         operands, functions, recorder, desc = call.operands, self._build_functions(call.operands, "kv_idx"), call.recorder, streams.describe
         (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
         schedule, slots, total, turns, added = sums
         shape = schedule.shape
-        by_key, by_query = (host.TritonKernel.visits(self._tasks, call, shape.tiles, side) for side in ("keys", "queries"))
+        by_key, by_query = (self._unmasked.visits(call, shape.tiles, side) for side in ("keys", "queries"))
         together = max(1, schedule.heads_together * kv_heads // heads)
         mode = "causal" if is_causal(self.variant) else "all"
-        visits = replace(by_key, mode=mode) if self.is_prefix else self._find_mask_visits(call, shape, "keys")
+        visits = replace(by_key, mode=mode) if self.is_prefix else self.builder.visits(call, shape.tiles, "keys")
         order = Order(
             turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._rank_key_tiles(call, visits, shape, by_key.tasks)
         )
@@ -355,7 +365,7 @@ class HopperGradients(host.TritonKernel):
             desc(streams.query, shape.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, shape.tile_q),
             *streams.describe_row_values(shape.tile_q), _describe_dq_slots(added, total),
             *(None if t is None else desc(t, 64) for t in grads[1:]),
-            order, self.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits),
+            order, self.builder.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits),
             operands.scale, call.numbers, call.environment, config,
             functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
@@ -363,11 +373,11 @@ class HopperGradients(host.TritonKernel):
         columns = math.gcd(self.widths[0], POSTPROCESS_COLUMNS)
         recorder.launch(
             finish_query_gradient, (batch * heads * by_query.tasks, shape.tile_q // 64 * self.widths[0] // columns),
-            added, order, grads[0], call.strides.dq, self.size(call, heads, by_query.tasks), by_query.spans,
+            added, order, grads[0], call.strides.dq, self.builder.size(call, heads, by_query.tasks), by_query.spans,
             operands.scale, config, call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
 
-    def _rank_key_tiles(self, call: host.Pass, visits: TileTable, tiles: TileShape, tasks: int) -> Tensor | None:
+    def _rank_key_tiles(self, call: Pass, visits: TileTable, tiles: TileShape, tasks: int) -> Tensor | None:
         """Ranks of key tiles (`dq_order`). Dense: computed once per table and cached. Packed: in each pass, since lengths change."""
         counts, lists = visits.table.counts, visits.table.lists
         if counts is None:
@@ -391,7 +401,7 @@ class HopperGradients(host.TritonKernel):
         call.recorder.keep((ranks,))
         return ranks
 
-    def _build_query_bits(self, call: host.Pass, visits: TileTable, tiles: TileShape, by_key: TileTable) -> Tensor | None:
+    def _build_query_bits(self, call: Pass, visits: TileTable, tiles: TileShape, by_key: TileTable) -> Tensor | None:
         """Mask bits of partial tiles, computed once per table and cached; None if runs of queries or the mask function decide instead."""
         counts, dtype = visits.table.counts, torch.int16 if tiles.tile_q == 64 else torch.int32
         if counts is None or self.is_bounded_by_key:
@@ -404,23 +414,19 @@ class HopperGradients(host.TritonKernel):
             heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
             Recorder((), None).launch(
                 pack_queries, (shape[0] * (tiles.tile_kv // 64), 8),
-                bits, visits.table, self.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
+                bits, visits.table, self.builder.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
                 self._build_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
             after_launches(functools.partial(visits.derived.__setitem__, "query bits", bits))
         call.recorder.keep((bits,))
         return bits
 
-    def _find_mask_visits(self, call: host.Pass, tiles: TileShape, side: str) -> TileTable:
-        """Visited tiles of any mask, by classifying tiles as the Triton backend does."""
-        return host.TritonKernel.visits(self, call, tiles.tiles, side)
-
     def _build_functions(self, operands: Operands, resident: str) -> KernelFunctions:
         return build_functions(self.variant, capture_layouts(operands.captures), half=is_half(self.problem.dtype), resident=resident)
 
     def _build_config(
         self,
-        call: host.Pass,
+        call: Pass,
         tiles: TileShape,
         mode: str,
         fused: FusedSchedule | None = None,

@@ -1,0 +1,223 @@
+"""Forward and backward passes by the kernels in Triton that run on every GPU from sm_80 on: which kernels, with which arguments."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from foci.backends.contract import Given
+from foci.backends.gpu.allocate import gradient_tensors, like_tensor, result_tensors, row_tensors
+from foci.backends.gpu.aux_outputs import WeightCotangents
+from foci.backends.gpu.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.gpu.captured_grad import bias_gradient, capture_gradients, find_query_tile_bias
+from foci.backends.gpu.decode import Pages, attention_decode, combine_splits
+from foci.backends.gpu.forward import attention_forward
+from foci.backends.gpu.kernel_args import Config, encode
+from foci.backends.gpu.mask_convexity import begins_late, is_convex
+from foci.backends.gpu.passes import Pass, PassBuilder
+from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.schedules import Schedule, padded_dim, shared_bytes, split_kind, splits_for, takes_splits
+from foci.backends.gpu.tensor_descriptors import stream_operand
+from foci.backends.gpu.tile_tables import Sequences, TileTable
+from foci.backends.problem_class import find_pair_loads
+from foci.ir.derivative import score_derivative
+from foci.problem import Operands, Results
+from foci.variant import Variant
+
+__all__ = ["PortableBackward", "PortableForward"]
+
+
+class PortableForward:
+    """Forward of a plan."""
+
+    def __init__(self, builder: PassBuilder) -> None:
+        variant, formula = builder.variant, builder.problem.formula
+        self.builder = builder
+        self.takes_splits = takes_splits(formula)
+        # a mask in memory takes little shared memory beside the streamed tiles, so two programs fit on an SM; a bias leaves room for one
+        is_whole = builder.is_dense or bool(find_pair_loads(variant.score))
+        is_listed = _is_listed(variant, formula.block_size)
+        self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
+
+    def launch(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
+        query = operands.query
+        rows = query.shape[:3]
+        outputs = result_tensors(recorder, operands, self.builder.problem)
+        out, lse, row_max = outputs
+        if operands.key.shape[2] == 0:
+            recorder.forget()
+            out.zero_()
+            for statistic in (lse, row_max):
+                if statistic is not None:
+                    statistic.fill_(-math.inf)
+        elif out.numel():
+            call = self.builder.begin(operands, {"out": out}, sequences, recorder)
+            if (kind := self.split_kind(operands)) is not None:
+                self._decode(call, kind, outputs)
+                return Results(*outputs)
+            schedule = self.builder.schedule(self.forward_kind)
+            visits = self.builder.visits(call, schedule, "queries")
+            config = self.builder.config(call, schedule, visits, is_bounded=self.builder.is_by_bounds, line=call.line)
+            stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
+            recorder.launch(
+                attention_forward, (rows[0] * rows[1] * visits.tasks,),
+                query, stream(operands.key), stream(operands.value), out, lse, row_max,
+                call.strides, self.builder.size(call, rows[1], visits.tasks), visits.spans, visits.table,
+                call.numbers, call.environment, config, call.line or call.functions.score, call.functions.by_query,
+                num_warps=schedule.warps,
+            )  # fmt: skip
+        return Results(*outputs)
+
+    def split_kind(self, operands: Operands) -> str | None:
+        """The split-KV kernel of a call, "decode" or "split"; None if its keys are not split."""
+        if not self.takes_splits:
+            return None
+        (batch, heads, length, _), (_, kv_heads, keys, _) = operands.query.shape, operands.key.shape
+        return split_kind(batch, (heads, kv_heads), (length, keys), self.builder.plan.target.arch)
+
+    def _decode(self, call: Pass, kind: str, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        query, key = call.operands.query, call.operands.key
+        schedule = self.rows_schedule(kind, query, key)
+        visits = self.group_visits(call, schedule)
+        config = self.builder.config(call, schedule, visits)
+        stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
+        taken = shared_bytes(kind, schedule, self.builder.dims, self.builder.problem.dtype.itemsize, **self.builder.read)
+        tiles = query.shape[0] * key.shape[1] * row_tiles(schedule, query, key)
+        # large tiles take up to all registers that a thread may have
+        together = 8 // schedule.warps if kind == "split" else 16
+        splits = splits_for(tiles, triton.cdiv(key.shape[2], schedule.tile_kv), self.builder.plan.target.arch, taken, together)
+        self.split(call, kind, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
+
+    def rows_schedule(self, kind: str, query: Tensor, key: Tensor) -> Schedule:
+        """Schedule of a split-KV kernel. A tile holds rows of a group of heads; a decode's holds all of them."""
+        found = self.builder.schedule(kind)
+        return found if kind == "split" else replace(found, tile_q=padded_dim(query.shape[1] // key.shape[1] * query.shape[2]))
+
+    def group_visits(self, call: Pass, schedule: Schedule) -> TileTable:
+        """One tile table for all queries of a group of heads."""
+        return self.builder.visits(call, replace(schedule, tile_q=padded_dim(call.operands.query.shape[2])), "queries")
+
+    def split(
+        self, call: Pass, kind: str, schedule: Schedule, visits: TileTable, config: Config, splits: int, streams: tuple[Any, Any],
+        outputs: tuple[Tensor, Tensor, Tensor | None], pages: Pages | None,
+    ) -> None:  # fmt: skip
+        """Launch split-KV attention and the kernel that combines the splits. `streams`: sources of keys and values."""
+        query, key, rows, width = call.operands.query, call.operands.key, schedule.tile_q, self.builder.dims[1]
+        tiles = row_tiles(schedule, query, key)
+        programs = query.shape[0] * key.shape[1] * tiles * splits
+        partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
+        most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
+        size = self.builder.size(call, query.shape[1], tiles)
+        call.recorder.launch(
+            attention_decode, (programs,),
+            query, *streams, partial, most, total, call.strides, size, visits.table, call.numbers, call.environment, config,
+            encode(splits), call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
+        )  # fmt: skip
+        # few rows of many splits, or many rows of few
+        chunk, columns, warps = (64, min(32, width), 4) if kind == "decode" else (8, min(128, width), 2)
+        call.recorder.launch(
+            combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], width // columns),
+            partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), chunk, columns, num_warps=warps,
+        )  # fmt: skip
+
+
+class PortableBackward:
+    """Backward of a plan."""
+
+    only_records = True
+
+    def __init__(self, builder: PassBuilder) -> None:
+        variant, formula = builder.variant, builder.problem.formula
+        self.builder = builder
+        # a derivative that varies over a tile takes registers; a row with few tiles has too little work for large ones
+        is_sloped = score_derivative(variant.score).op != "const"
+        is_short = _is_listed(variant, formula.block_size) or begins_late(variant.mask)
+        self.query_kind = "query_gradient_sparse" if is_sloped or is_short else "query_gradient"
+        self.key_kind = "key_gradient_scored" if is_sloped or builder.reads_tiles else "key_gradient"
+        self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
+
+    def launch(
+        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: WeightCotangents | None
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        grads = gradient_tensors(recorder, operands, self.builder.wanted)
+        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
+        call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
+        learned = find_query_tile_bias(self.builder, operands) if self.builder.learns else None
+        target = None if learned is None else like_tensor(recorder, operands.captures[learned.slot])
+        rows = row_tensors(recorder, operands, given.lse, 2)
+        dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
+        known: dict[int, Tensor] = {}
+        if dq is not None and learned is not None and target is not None:
+            bias_gradient(self.builder, call, given, (rows[0], rows[1]), dq, learned, target)
+            known[learned.slot] = target
+        elif dq is not None:
+            self._query_gradient(call, given, (rows[0], rows[1]), dq)
+        else:
+            self._prepare(call, given, (rows[0], rows[1]))
+        for kind, pair in self._key_passes(dk, dv):
+            self._key_gradient(call, kind, (given.dout, rows[0], rows[1]), pair)
+        if not self.builder.learns:
+            return list(grads.values()), ()
+        return list(grads.values()), capture_gradients(self.builder, call, (given.dout, rows[0], rows[1]), given.dlse, known)
+
+    def _prepare(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor]) -> None:
+        """Launch the row statistics. The dq kernel computes them itself, so this is for a backward without dq."""
+        tile = 16 if self.builder.plan.target.arch == 0 else 128 if self.builder.dims[1] <= 128 else 32
+        config = self.builder.config(call, Schedule(tile, tile, 4, 1), None)
+        batch, heads, _ = given.lse.shape
+        call.recorder.launch(
+            prepare_rows, (batch * heads * ((call.rows + tile - 1) // tile),),
+            given.out, given.dout, given.lse, given.dlse, *rows, call.strides, self.builder.size(call, heads, 1), config, num_warps=4,
+        )  # fmt: skip
+
+    def _query_gradient(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+        schedule, operands = self.builder.schedule(self.query_kind), call.operands
+        visits = self.builder.visits(call, schedule, "queries")
+        config = self.builder.config(call, schedule, visits, is_bounded=self.builder.is_by_bounds, line=call.line)
+        stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
+        heads = operands.query.shape[1]
+        call.recorder.launch(
+            attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
+            operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
+            call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,
+            call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
+        )  # fmt: skip
+
+    def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
+        """Kernels for dk and dv: one, or two if their accumulators do not fit into registers together."""
+        together = self.builder.plan.target.arch == 0 or max(self.builder.dims) < 256
+        if dk is not None and dv is not None and together:
+            return ((self.key_kind, (dk, dv)),)
+        names = (self.key_kind, self.key_kind) if together else ("key_gradient_alone", "value_gradient_alone")
+        return tuple(
+            (name, (dk, None) if i == 0 else (None, dv)) for i, (name, t) in enumerate(zip(names, (dk, dv), strict=True)) if t is not None
+        )
+
+    def _key_gradient(self, call: Pass, kind: str, rows: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]) -> None:
+        schedule, operands = self.builder.schedule(kind), call.operands
+        visits = self.builder.visits(call, schedule, "keys")
+        config = self.builder.config(call, schedule, visits, line=call.line)
+        stream = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
+        heads = operands.key.shape[1]
+        call.recorder.launch(
+            attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
+            stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
+            call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,
+            call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_key, num_warps=schedule.warps,
+        )  # fmt: skip
+
+
+def _is_listed(variant: Variant, block_size: tuple[int, int] | None) -> bool:
+    """Whether tile tables are lists: a caller's blocks, or a mask that may attend to more than one run of keys."""
+    return block_size is not None or not is_convex(variant.mask, "kv_idx")
+
+
+def row_tiles(schedule: Schedule, query: Tensor, key: Tensor) -> int:
+    """Number of tiles of the rows of a group of heads."""
+    return int(triton.cdiv(query.shape[1] // key.shape[1] * query.shape[2], schedule.tile_q))
