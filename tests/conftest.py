@@ -1,5 +1,6 @@
 """What holds for every test: those of an absent device are skipped, with the reason; drawn examples are the same in every CI run."""
 
+import gc
 import os
 import random
 import zlib
@@ -76,6 +77,17 @@ def pytest_make_parametrize_id(val):
 def pytest_report_header():
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return f"torch {torch.__version__}, {torch.get_num_threads()} threads, CUDA device: {cuda}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collecting makes two million objects that live as long as the process: the garbage collector looks at none of them, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
