@@ -6,12 +6,23 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep ^torch== constraints.txt)
 JOBS ?= 2
-SAMPLE ?= --sample=6 --draw=$(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+DRAW := $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+SAMPLE ?= --sample=6 --draw=$(DRAW)
 NEWEST := 3.9.0
 RELEASES ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+# What breaks most often, of each layer: the language, the API, one kernel backend, modules, compiled graphs, the command line.
+CORE := tests/ir tests/conformance/test_conformance.py tests/api/test_sdpa.py tests/api/test_jagged.py tests/api/test_errors.py \
+	tests/nn/test_attention.py tests/fusion/test_rules.py tests/test_layers.py tests/test_masks.py tests/test_scores.py tests/test_blocks.py \
+	tests/test_cli.py tests/test_public_names.py tests/test_caches.py
+say = @printf '== %s\n'
+
+# Progress is seen as it is made, into a file too. Bytecode is kept: tests start many processes that import foci.
+export PYTHONUNBUFFERED := 1
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site lint format bench clean
+.PHONY: help venv wheel resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,10 +31,13 @@ venv: $(STAMP) ## the environment that every other target uses
 
 # torch comes first and alone: the constraint names a build without CUDA packages where the machine's pip offers one.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
-	touch $@
+	$(say) "environment 1/3: $(VENV), with `$(PYTHON) --version`"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(say) "environment 2/3: $(TORCH), a download of 200 MB or, built for CUDA, 3 GB"
+	@$(BIN)/python -m pip install --quiet $(TORCH)
+	$(say) "environment 3/3: foci and what its demo and its tests need"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test]'
+	@touch $@
 
 # No settings of this machine's pip count: a wheel or an index that others lack would hide a pin that PyPI cannot meet.
 resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alone
@@ -31,13 +45,21 @@ resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alo
 		--dry-run --ignore-installed --constraint constraints.txt '.[demo,docs,test]'
 
 demo: $(STAMP) ## a trained transformer on foci; pictures in demo-output/
-	$(BIN)/foci demo
+	$(say) "demo: about two minutes on two cores; pictures go to demo-output/"
+	@$(BIN)/foci demo
+
+check: $(STAMP) ## lint, types and a core of the tests, in two minutes
+	@$(MAKE) --no-print-directory lint
+	$(say) "core of the tests on $(JOBS) processes, each of which first imports torch and collects"
+	@$(PYTEST) -q --sample=24 --draw=$(DRAW) $(CORE) $(ARGS)
 
 test: $(STAMP) ## the suite as CI runs it: a sixth of the largest tests' cases
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(SAMPLE) $(ARGS)
+	$(say) "tests with $(SAMPLE) on $(JOBS) processes: half a minute to collect, then a line for every 70 tests"
+	@$(PYTEST) --durations=15 $(SAMPLE) $(ARGS)
 
 test-all: $(STAMP) ## every case of every test: more than an hour
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=15 $(ARGS)
+	$(say) "all cases of all tests on $(JOBS) processes: a minute to collect, then a line for every 70 tests"
+	@$(PYTEST) --durations=15 $(ARGS)
 
 newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## GPU kernels of every kind, compiled by the newest Triton
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
@@ -88,9 +110,11 @@ $(VENV)/.site-installed: $(STAMP)
 	touch $@
 
 lint: $(STAMP) ## ruff and strict mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(say) "ruff: rules and format"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	$(say) "mypy --strict"
+	@$(BIN)/mypy
 
 format: $(STAMP) ## mend what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -18,37 +18,50 @@ hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-# C++ kernels are compiled with the flags of users where tests are about kernels. For those about what leads to a kernel
-# GCC optimises less: a third of its time, which is most of theirs.
+# C++ kernels are compiled with the flags of users where tests are about what these kernels compute. For those about what leads to a kernel
+# GCC optimises less: a third of its time, which is most of theirs. Where all cases run, more tests compile as users do.
 FLAGS = build._FLAGS
 QUICK = tuple("-Og" if flag == "-O2" else flag for flag in FLAGS)
-OF_KERNELS = ("backends", "conformance")
+OF_KERNELS = ("backends/test_cpu.py", "backends/test_cpu_headers.py", "conformance/test_conformance.py")
+OF_KERNELS_IN_ALL = ("backends/", "conformance/")
 
 # Tests whose cases are many of one kind, each with kernels or graphs of its own to compile or to interpret: where --sample asks for it,
 # a part of them runs. All of a file, or one of its tests.
 OF_MANY_CASES = frozenset(
     {
+        "api/test_call_spec.py::test_a_call_computes_what_it_computes_alone",
         "api/test_compile.py::test_one_graph",
+        "api/test_result_layout.py",
         "api/test_transforms.py::test_opcheck",
         "backends/hopper/test_backward_compile.py",
         "backends/hopper/test_forward_compile.py",
-        "api/test_call_spec.py::test_a_call_computes_what_it_computes_alone",
-        "backends/test_spec_launches.py",
-        "backends/test_cpu.py::test_any_head_dim",
+        "backends/test_cpu.py",
+        "backends/test_cpu_classes.py",
         "backends/test_cpu_headers.py",
+        "backends/test_excluded.py",
         "backends/test_launch_lists.py::test_launches_are_those_recorded",
+        "backends/test_row_gradients.py",
+        "backends/test_spec_launches.py",
         "backends/test_triton.py::test_kernels_in_the_interpreter",
         "backends/test_triton_compile.py",
         "backends/test_triton_interpreted.py",
+        "backends/test_triton_launcher.py",
+        "backends/test_triton_recording.py",
         "conformance/test_conformance.py",
         "conformance/test_grid.py",
         "conformance/test_scores_with_masks.py",
         "fusion/test_calls_by_name.py::test_results_and_gradients",
         "fusion/test_joined_gradients.py::test_who_reads_gradients_side_by_side",
+        "fusion/test_narrow_integers.py",
+        "fusion/test_recognise.py",
         "fusion/test_spellings.py",
         "fusion/test_summed_rows.py::test_products_are_one_with_features_side_by_side",
+        "fusion/test_symbolic_numbers.py",
         "fusion/test_transformers.py",
+        "integrations/test_transformers_interface.py",
         "literature/test_published.py",
+        "nn/test_causal_hint.py",
+        "nn/test_transformed.py",
         "test_bench.py::test_every_case_is_measured",
     }
 )
@@ -61,9 +74,14 @@ def pytest_addoption(parser):
     )
 
 
+def file_of(item):
+    return item.path.relative_to(Path(__file__).parent).as_posix()
+
+
 def pytest_runtest_setup(item):
     """Each test draws the numbers of its name, whatever ran before it and in whichever process."""
-    build._FLAGS = FLAGS if item.path.relative_to(Path(__file__).parent).parts[0] in OF_KERNELS else QUICK
+    of_kernels = OF_KERNELS_IN_ALL if item.config.getoption("--sample") == 1 else OF_KERNELS
+    build._FLAGS = FLAGS if file_of(item).startswith(of_kernels) else QUICK
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
@@ -109,7 +127,7 @@ def not_drawn(items, many, draw):
     what they are compared with. Each round begins one further, as dtypes come in rounds too."""
     left, turns = set(), {}
     for item in items:
-        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        file = file_of(item)
         if hasattr(item, "callspec") and not OF_MANY_CASES.isdisjoint({file, f"{file}::{item.originalname}"}):
             name = getattr(item.callspec.params.get("case"), "id", item.callspec.id)
             of_file = turns.setdefault(file, {})

@@ -102,9 +102,9 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-output"),
     device: Annotated[str, typer.Option(help="Device to run on, such as cpu or cuda.", callback=_usable_device)] = "cpu",
 ) -> None:
-    """Run a trained transformer on eager, sdpa and foci attention.
+    """Run a trained encoder, then train a small model for 200 steps.
 
-    Then train a small model with three attention patterns.
+    Both use foci and sdpa: the result is a table of ratios and two pictures.
     """
     _require("demo")
     from foci.cli import demo as demonstration

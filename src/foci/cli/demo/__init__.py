@@ -1,42 +1,72 @@
-"""`foci demo`: a trained transformer on three attention implementations, and one training step with three attention patterns."""
+"""`foci demo`: a trained encoder and a model in training, with foci and with PyTorch's own attention."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from foci.cli.demo.decoder import Decoder, Pattern, Step, patterns, sample_text, train_one_step
-from foci.cli.demo.encoder import IMPLEMENTATIONS, Answer, Comparison, Encoder, answers, compare, load_encoder
+from foci.cli.demo.curve import draw_curves, draw_line
+from foci.cli.demo.decoder import Decoder, Pattern, Training, patterns, train
+from foci.cli.demo.encoder import Answer, Comparison, Encoder, answers, compare, load_encoder
 from foci.cli.demo.texts import passages
 from foci.cli.mask_picture import draw_mask, draw_masks
 
-__all__ = ["Scale", "run"]
+__all__ = ["Row", "Scale", "run"]
 
 # Entries of an embedding are at most 1, so float32 rounding through six layers stays far below this.
-_SAME = 1e-4
+_SAME_EMBEDDING = 1e-4
+# Nats per byte, between the means of the last steps' losses: rounding grows from step to step.
+_SAME_LOSS = 0.1
+_LAST = 20  # steps that a final loss is the mean of
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much the demo does: passages embedded, their batch size, timed rounds; batch and length of the training text."""
+    """How much the demo does.
+
+    Attributes:
+        passages, batch, rounds: of the encoder: texts embedded, how many at a time, timed passes over them.
+        decoder_batch, decoder_length: rows of bytes of a training step, and their length.
+        steps, few_steps: training steps with the first pattern, and with each other pattern.
+    """
 
     passages: int = 32
     batch: int = 16
     rounds: int = 2
-    decoder_batch: int = 4
+    decoder_batch: int = 2
     decoder_length: int = 512
+    steps: int = 200
+    few_steps: int = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the last table: one piece of work with sdpa and with foci.
+
+    Attributes:
+        work: in words.
+        seconds, memory: with sdpa and with foci; memory in bytes, or None where it cannot be measured.
+        difference: between the two, of an embedding's entries or of losses.
+        backends: the backend of each of foci's calls, and how many calls.
+    """
+
+    work: str
+    seconds: tuple[float, float]
+    memory: tuple[int | None, int | None]
+    difference: float
+    backends: Mapping[str, int]
 
 
 def run(console: Console, output: Path, *, device: torch.device | str = "cpu", scale: Scale | None = None) -> tuple[str, ...]:
-    """Runs the demo, prints its tables to `console` and writes pictures of the masks to the folder `output`.
+    """Runs the demo, prints each step and in the end a table to `console`, and writes pictures to the folder `output`.
 
     Returns:
         What did not hold, in words: embeddings that differ, an answer not found, a loss that did not fall. Empty if all did.
@@ -50,97 +80,97 @@ def run(console: Console, output: Path, *, device: torch.device | str = "cpu", s
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     console.print(f"[bold]foci demo[/] on {device} ({where}), torch {torch.__version__}\n")
 
-    with _progress(console) as progress:
-        loading = progress.add_task("loading all-MiniLM-L6-v2", total=1)
-        encoder = load_encoder(device)
-        progress.update(loading, completed=1)
-        passes = progress.add_task("embedding with " + ", ".join(IMPLEMENTATIONS), total=len(IMPLEMENTATIONS) * (scale.rounds + 1))
-        comparisons = compare(encoder, count=scale.passages, batch=scale.batch, rounds=scale.rounds, step=lambda: progress.advance(passes))
-        asking = progress.add_task("asking questions", total=1)
-        replies = answers(encoder, "foci")
-        progress.update(asking, completed=1)
+    def say(words: str) -> None:
+        console.print(f"{time.perf_counter() - start:4.0f} s  {words}", highlight=False)
 
-        chosen = patterns(scale.decoder_batch, scale.decoder_length, Decoder.HEADS, device)
-        training = progress.add_task("training a step of a GPT-2-style model", total=len(chosen))
-        steps = []
-        for pattern in chosen:
-            steps.append(_trained(pattern, scale, device))
-            progress.advance(training)
-        drawing = progress.add_task("drawing the masks", total=1)
-        picture = _draw(chosen, scale.decoder_length, output)
-        progress.update(drawing, completed=1)
+    say("loads all-MiniLM-L6-v2, a trained sentence encoder, from the installed package")
+    encoder = load_encoder(device)
+    say(_describe_texts(encoder, scale))
+    comparisons = compare(encoder, count=scale.passages, batch=scale.batch, rounds=scale.rounds)
+    replies = answers(encoder, "foci")
+    right = sum(reply.found == reply.expected for reply in replies)
+    say(f"asks {len(replies)} questions about Python's standard library: foci's embeddings find {right} of the modules that answer them")
+    say(f"  such as {replies[0].question!r}: {replies[0].found}")
 
-    console.print(_encoder_table(encoder, comparisons, scale))
-    console.print(_answers_table(replies))
-    console.print(_training_table(steps, scale))
-    console.print(f"masks of the three patterns: {picture}")
-    console.print(f"{time.perf_counter() - start:.0f} s in all")
-    return tuple(_failures(comparisons, replies, steps))
+    chosen = patterns(scale.decoder_batch, scale.decoder_length, Decoder.HEADS, device)
+    trainings = []
+    for number, pattern in enumerate(chosen):
+        steps = scale.few_steps if number else scale.steps
+        say(f"trains a GPT-2-style model over bytes for {steps} steps, {pattern.name}, with sdpa and foci in turns")
+        for pair in train(pattern, batch=scale.decoder_batch, length=scale.decoder_length, steps=steps, device=device):
+            taken = len(pair[0].losses)
+            if taken % 50 == 0:
+                losses = ", ".join(f"{training.losses[-1]:.3f} with {training.implementation}" for training in pair)
+                say(f"  step {taken:3}: loss {losses}")
+        trainings.append(pair)
+    ours = trainings[0][1].losses
+    say(f"loss with foci over {len(ours)} steps, {ours[0]:.2f} to {ours[-1]:.2f} ({math.log(256):.2f} is a guess among all bytes):")
+    say(f"  {draw_line(ours, width=64)}")
+    say(f"drew the training curves: {draw_curves(trainings[0], output / 'training.png')}")
+    say(f"drew the masks of the three patterns: {_draw_masks(chosen, scale.decoder_length, output / 'masks.png')}\n")
 
-
-def _progress(console: Console) -> Progress:
-    return Progress(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True)
-
-
-def _trained(pattern: Pattern, scale: Scale, device: torch.device) -> Step:
-    torch.manual_seed(0)
-    model = Decoder(length=scale.decoder_length).to(device)
-    return train_one_step(model, sample_text(scale.decoder_batch, scale.decoder_length, device), pattern)
+    rows = [_encoder_row(comparisons), *(_training_row(pair) for pair in trainings)]
+    console.print(_table(rows, time.perf_counter() - start))
+    return tuple(_failures(comparisons, replies, trainings))
 
 
-def _draw(chosen: Iterable[Pattern], length: int, output: Path) -> Path:
-    path = output / "masks.png"
+def _describe_texts(encoder: Encoder, scale: Scale) -> str:
+    masks = [tokens["attention_mask"] for tokens in encoder.batches(passages(scale.passages), scale.batch)]
+    lengths = torch.cat([mask.sum(1) for mask in masks])
+    padding = 1 - lengths.sum().item() / sum(mask.numel() for mask in masks)
+    spread = f"{len(lengths)} docstrings of {int(lengths.min())} to {int(lengths.max())} tokens, {padding:.0%} padding"
+    return f"embeds {spread}, with eager, sdpa and foci"
+
+
+def _draw_masks(chosen: Iterable[Pattern], length: int, path: Path) -> Path:
     draw_masks([draw_mask(pattern.mask, q_len=length, kv_len=length, block=32, name=pattern.name) for pattern in chosen], path)
     return path
 
 
-def _encoder_table(encoder: Encoder, comparisons: Iterable[Comparison], scale: Scale) -> Table:
-    masks = [tokens["attention_mask"] for tokens in encoder.batches(passages(scale.passages), scale.batch)]
-    lengths = torch.cat([mask.sum(1) for mask in masks])
-    padding = 1 - lengths.sum().item() / sum(mask.numel() for mask in masks)
-    spread = f"{len(lengths)} texts of {int(lengths.min())} to {int(lengths.max())} tokens in {len(masks)} padded batches"
-    table = Table(title="all-MiniLM-L6-v2 on docstrings of the standard library", caption=f"{spread}, {padding:.0%} padding")
-    for heading in ("attention", "time", "peak memory", "max difference to eager", "backend, calls"):
-        table.add_column(heading, justify="left" if heading in ("attention", "backend, calls") else "right")
+def _encoder_row(comparisons: Iterable[Comparison]) -> Row:
+    by_name = {row.implementation: row for row in comparisons}
+    sdpa, ours = by_name["sdpa"], by_name["foci"]
+    return Row("embed, padding mask", (sdpa.seconds, ours.seconds), (sdpa.memory, ours.memory), ours.difference, ours.backends)
+
+
+def _training_row(pair: Sequence[Training]) -> Row:
+    sdpa, ours = pair
+    difference = abs(_final_loss(sdpa) - _final_loss(ours))
+    work = f"training step, {ours.pattern.name}"
+    return Row(work, (sdpa.seconds, ours.seconds), (sdpa.memory, ours.memory), difference, ours.backends)
+
+
+def _final_loss(training: Training) -> float:
+    return statistics.fmean(training.losses[-_LAST:])
+
+
+def _table(rows: Iterable[Row], seconds: float) -> Table:
+    caption = "ratio: foci to sdpa, below 1 is better; difference: of embeddings to eager's, of final losses to sdpa's"
+    table = Table(title=f"foci beside sdpa, after {seconds:.0f} s", caption=caption)
+    for heading in ("", "sdpa", "foci", "time\nratio", "sdpa\nMiB", "foci\nMiB", "memory\nratio", "differ-\nence", "backend,\ncalls"):
+        table.add_column(heading, justify="left" if heading in ("", "backend,\ncalls") else "right", no_wrap=True)
+    for row in rows:
+        theirs, ours = row.seconds
+        memory = ("-", "-", "-")
+        if row.memory[0] is not None and row.memory[1] is not None:
+            memory = (f"{row.memory[0] / 2**20:.0f}", f"{row.memory[1] / 2**20:.0f}", f"{row.memory[1] / max(1, row.memory[0]):.2f}")
+        times = (f"{theirs * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms", f"{ours / theirs:.2f}")
+        backends = ", ".join(f"{name} {count}" for name, count in row.backends.items())
+        table.add_row(row.work, *times, *memory, f"{row.difference:.0e}", backends)
+    return table
+
+
+def _failures(comparisons: Iterable[Comparison], replies: Iterable[Answer], trainings: Iterable[Sequence[Training]]) -> Iterator[str]:
+    # Comparisons are written so that NaN fails too.
     for row in comparisons:
-        memory = "not measured" if row.memory is None else f"{row.memory / 2**20:.0f} MiB"
-        table.add_row(row.implementation, f"{row.seconds:.2f} s", memory, f"{row.difference:.1e}", _backends(row.backends))
-    return table
-
-
-def _answers_table(replies: Iterable[Answer]) -> Table:
-    table = Table(title="the module of the standard library nearest in meaning, by embeddings from foci")
-    for heading in ("question", "found", "similarity", "of the others, mean"):
-        table.add_column(heading, justify="left" if heading in ("question", "found") else "right")
-    for reply in replies:
-        table.add_row(reply.question, reply.found, f"{reply.similarity:.2f}", f"{reply.unrelated:.2f}")
-    return table
-
-
-def _training_table(steps: Iterable[Step], scale: Scale) -> Table:
-    table = Table(
-        title="one training step of a GPT-2-style model over bytes",
-        caption=f"batch {scale.decoder_batch} of {scale.decoder_length} bytes; a loss of {math.log(256):.2f} is a guess among all bytes",
-    )
-    for heading in ("attention", "loss before", "after", "time", "backend, calls"):
-        table.add_column(heading, justify="left" if heading in ("attention", "backend, calls") else "right")
-    for step in steps:
-        table.add_row(step.name, f"{step.before:.4f}", f"{step.after:.4f}", f"{step.seconds:.2f} s", _backends(step.backends))
-    return table
-
-
-def _backends(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "not foci"
-
-
-def _failures(comparisons: Iterable[Comparison], replies: Iterable[Answer], steps: Iterable[Step]) -> Iterable[str]:
-    for row in comparisons:
-        # Written so that NaN fails too.
-        if not row.difference <= _SAME:
-            yield f"embeddings of {row.implementation} differ from eager's by {row.difference:.1e}, more than {_SAME:.0e}"
+        if not row.difference <= _SAME_EMBEDDING:
+            yield f"embeddings of {row.implementation} differ from eager's by {row.difference:.1e}, more than {_SAME_EMBEDDING:.0e}"
     for reply in replies:
         if reply.found != reply.expected:
             yield f"{reply.question!r} found {reply.found}, not {reply.expected}"
-    for step in steps:
-        if not step.after < step.before:
-            yield f"a training step with {step.name} moved the loss from {step.before:.4f} to {step.after:.4f}"
+    for sdpa, ours in trainings:
+        name = ours.pattern.name
+        if not _final_loss(ours) < ours.losses[0]:
+            yield f"training with {name} moved the loss from {ours.losses[0]:.4f} to {_final_loss(ours):.4f}"
+        if not abs(_final_loss(ours) - _final_loss(sdpa)) <= _SAME_LOSS:
+            yield f"training with {name} ends at {_final_loss(ours):.4f} with foci and {_final_loss(sdpa):.4f} with sdpa"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +83,10 @@ class Comparison:
     backends: Mapping[str, int]
 
 
-def compare(
-    encoder: Encoder, *, count: int = 32, batch: int = 16, rounds: int = 2, step: Callable[[], None] = lambda: None
-) -> list[Comparison]:
+def compare(encoder: Encoder, *, count: int = 32, batch: int = 16, rounds: int = 2) -> list[Comparison]:
     """Embeds `count` passages with each implementation, `rounds` timed passes each after one that measures memory.
 
-    The passes alternate between implementations, so that a machine that slows down slows all of them. `step` is called
-    after each of the `len(IMPLEMENTATIONS) * (rounds + 1)` passes.
+    The passes alternate between implementations, so that a machine that slows down slows all of them.
     """
     batches = encoder.batches(passages(count), batch)
     results: dict[str, Tensor] = {}
@@ -103,13 +100,11 @@ def compare(
             memory[name] = peak_memory(functools.partial(_pass, encoder, batches, name, outputs), encoder.device)
         results[name] = torch.cat(outputs)
         backends[name] = count_backends(log.calls)
-        step()
     for _ in range(rounds):
         for name in IMPLEMENTATIONS:
             start = time.perf_counter()
             _pass(encoder, batches, name, [])
             seconds[name] = min(seconds[name], time.perf_counter() - start)
-            step()
     difference = {name: (result - results["eager"]).abs().max().item() for name, result in results.items()}
     return [Comparison(name, seconds[name], memory[name], difference[name], backends[name]) for name in IMPLEMENTATIONS]
 

@@ -13,14 +13,16 @@ __all__ = ["peak_memory"]
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int | None:
     """Bytes that `work` adds, at its peak, to what the process held before.
 
     On CUDA, of the device's allocator. On Linux, of the process's resident memory: the kernel keeps its high-water
-    mark, which counts every allocation, whoever made it; pages that were freed earlier are given back first, so that
-    their reuse counts too. None elsewhere.
+    mark, which counts every allocation, whoever made it. Pages that were freed earlier are given back first, so that
+    their reuse counts too. glibc maps each block of 64 KiB or more by itself meanwhile: on its heap, holes between blocks
+    would count as well, and depend on what ran before. None elsewhere.
 
     Example:
         >>> import torch
@@ -44,13 +46,20 @@ def _cuda_peak(work: Callable[[], object], device: torch.device) -> int:
 
 def _resident_peak(work: Callable[[], object]) -> int:
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    _RESET.write_text("5", encoding="ascii")  # proc(5): resets the high-water mark
-    before = _status("VmRSS")
-    work()
-    return max(0, _status("VmHWM") - before)
+    libc = ctypes.CDLL(None)
+    is_glibc = hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt")
+    if is_glibc:
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+    try:
+        _RESET.write_text("5", encoding="ascii")  # proc(5): resets the high-water mark
+        before = _status("VmRSS")
+        work()
+        return max(0, _status("VmHWM") - before)
+    finally:
+        if is_glibc:  # the most that glibc would have set it to by itself
+            libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)
+            libc.mallopt(_M_TRIM_THRESHOLD, 64 * 1024 * 1024)
 
 
 def _status(name: str) -> int:
