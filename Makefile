@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site lint format bench clean
+.PHONY: help venv wheel resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site lint format bench gate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,7 +121,11 @@ format: $(STAMP) ## mend what ruff can mend
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## the benchmarks, on an idle machine
-	set -e; for script in $(filter-out benchmarks/measure.py benchmarks/pages.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $(filter-out benchmarks/gate.py benchmarks/gate_cases.py benchmarks/measure.py benchmarks/pages.py benchmarks/report.py benchmarks/bench_report.py $(wildcard benchmarks/gpu_*.py) $(wildcard benchmarks/hopper_*.py) benchmarks/padding.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+gate: $(STAMP) ## the speed of this checkout beside the last tag or commit, or BASE=v0.1.0; fails where a case is 5 % slower
+	$(say) "speed, two commits in turns: about a minute"
+	@$(BIN)/python benchmarks/gate.py $(BASE) $(ARGS)
 
 clean: ## caches and results, not the environments
 	rm -rf build dist demo-output site .newest .wheel .pytest_cache .mypy_cache .ruff_cache .hypothesis

