@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 from torch import Tensor
 
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
 from foci.jagged import attend_nested, decision_nested, is_nested
-from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, lower_right_form, mask_parts, score_parts
+from foci.normalize import (
+    MaskLike,
+    ScoreLike,
+    check_outputs,
+    check_sink,
+    lower_right_form,
+    mask_parts,
+    refuse_arguments,
+    score_parts,
+    with_strict_signature,
+)
 from foci.planner import Decision
 from foci.prepare import Extras, alignment_note, check_is_tensor
 from foci.problem import Outputs, Results
@@ -93,11 +103,12 @@ def attention(
 ) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
+@with_strict_signature
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *positional: Any,
     mask: MaskLike = None,
     score: ScoreLike = None,
     bias: Tensor | None = None,
@@ -105,6 +116,7 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_aux: AuxRequest | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """Attention: softmax(score(scale * query key^T) + bias, over the keys the mask keeps) value.
 
@@ -143,6 +155,8 @@ def attention(
         torch.Size([2, 8, 128, 64])
         >>> out.sum().backward()
     """
+    if positional or unknown:
+        refuse_arguments("attention", positional, unknown)
     nested = is_nested(query, key, value)
     strided = nested and has_strided(query, key, value)
     tensors = as_jagged((query, key, value)) if strided else (query, key, value)

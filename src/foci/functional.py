@@ -393,7 +393,8 @@ def varlen_attn(
         query: [Tq, Hq, D].
         key: [Tkv, Hkv, D].
         value: [Tkv, Hkv, Dv].
-        cu_seq_q: [N + 1] int32 or int64, first token of each query sequence, and the end of the last.
+        cu_seq_q: [N + 1] int32 or int64, first token of each query sequence, and the end of the last. Tokens outside every sequence give
+            zeros; on the CPU, offsets that end before the last token warn.
         cu_seq_k: the same for key and value; None for the query's.
         max_q, max_k: longest query and key sequence. GPU offsets are not validated, as that would synchronize: the results of a longer
             sequence are undefined.

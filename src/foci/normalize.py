@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +31,12 @@ __all__ = [
     "check_sink",
     "lower_right_form",
     "mask_parts",
+    "refuse_arguments",
     "score_parts",
+    "with_strict_signature",
 ]
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 MaskLike: TypeAlias = Mask | Callable[..., Any] | Tensor | Any | None
 ScoreLike: TypeAlias = Score | Callable[..., Any] | None
@@ -50,6 +56,53 @@ class FlexAuxRequest(LseRequest, Protocol):
     def max_scores(self) -> bool: ...
 
 
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    "attn_mask": "write mask= for a bool tensor, bias= for one that is added to the scores",
+    "attn_bias": "write bias=",
+    "block_mask": "write mask=",
+    "causal": "write mask=foci.masks.causal()",
+    "dropout": "write dropout_p=",
+    "enable_gqa": "leave it out: query heads are grouped over key heads whenever there are more of them",
+    "is_causal": "write mask=foci.masks.causal()",
+    "return_lse": "write return_aux=foci.AuxRequest(lse=True)",
+    "score_mod": "write score=",
+    "sm_scale": "write scale=",
+    "softmax_scale": "write scale=",
+    "window_size": "write mask=foci.masks.window(left, right)",
+}
+"""Arguments of other attention functions, and what `foci.attention` has instead."""
+_BY_NAME: Final = ("mask", "score", "bias", "sink", "scale", "dropout_p", "return_aux")
+
+
+def refuse_arguments(name: str, positional: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:
+    """Refuses what `foci.attention` and `foci.explain` do not take, and says how it is written.
+
+    Raises:
+        TypeError: if there is anything.
+    """
+    if positional:
+        first = positional[0]
+        is_bias = isinstance(first, Tensor) and first.dtype != torch.bool
+        meant = "score" if isinstance(first, Score) else "bias" if is_bias else "mask"
+        raise TypeError(
+            f"{name} takes query, key and value by position and everything else by name; got {type(first).__name__} in fourth place: "
+            f"write {meant}=..."
+        )
+    for argument, value in unknown.items():
+        near = difflib.get_close_matches(argument, _BY_NAME, n=1)
+        instead = _ELSEWHERE.get(argument) or (f"did you mean {near[0]}=?" if near else f"there are {', '.join(_BY_NAME)}")
+        said = repr(value) if isinstance(value, bool | int | float | str | tuple | None) else type(value).__name__
+        raise TypeError(f"{name} has no argument {argument}= (got {said}): {instead}")
+
+
+def with_strict_signature(function: _Callable) -> _Callable:
+    """The function, whose signature hides the parameters that are there to be refused."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
+
+
 def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tensor, *, heads: int | None = None) -> Function:
     """Score function and bias as one function, or None. `heads`: how many query heads there are, where query is not [B, Hq, Sq, D].
 
@@ -57,6 +110,12 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
         TypeError: for a score that is no function, or a bias that is no floating tensor.
         ValueError: for a score of another number of heads, or a bias of a wrong shape or device.
     """
+    given: Any = score
+    if given is scores.alibi_slopes or (isinstance(given, tuple) and all(isinstance(slope, float) for slope in given)):
+        raise TypeError(
+            "score must be a foci.Score; got the slopes of ALiBi, one number for each head: write foci.scores.alibi(heads), or "
+            "foci.scores.alibi(torch.tensor(slopes)) for slopes of your own"
+        )
     if score is not None and not callable(score):
         raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
     if isinstance(score, Mask):

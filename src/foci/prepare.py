@@ -19,7 +19,7 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
-from foci.ir.trace import user_frame
+from foci.ir.user_lines import user_frame
 from foci.problem import Formula, Layout, Operands, Outputs, record
 from foci.trace_functions import Bound, bind
 from foci.variant import Variant

@@ -12,7 +12,8 @@ from foci.ir.expr import Expr
 from foci.ir.narrow import PROMOTED, common_dtype, fits, is_narrow, wrap
 from foci.ir.ops import OPS, Typing, apply
 from foci.ir.rewrite import substitute
-from foci.ir.trace import NUMBERS, Axis, Symbol, TraceError, complaint, is_numpy_number
+from foci.ir.trace import NUMBERS, Axis, Symbol, TraceError, is_numpy_number
+from foci.ir.user_lines import complaint
 
 __all__ = ["elementwise", "merge_axes", "pointwise"]
 

@@ -11,7 +11,8 @@ from foci.ir import expr as ir
 from foci.ir.elementwise import merge_axes
 from foci.ir.expr import Expr
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Axis, Symbol, TraceError, Tracer, complaint, element_dtype
+from foci.ir.trace import Axis, Symbol, TraceError, Tracer, element_dtype
+from foci.ir.user_lines import complaint
 
 __all__ = ["index_symbol"]
 

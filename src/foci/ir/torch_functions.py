@@ -19,7 +19,8 @@ from foci.ir.expr import DType, Expr
 from foci.ir.narrow import is_narrow, wrap
 from foci.ir.ops import apply, cast, round_to
 from foci.ir.rewrite import substitute
-from foci.ir.trace import Symbol, TraceError, complaint, element_dtype
+from foci.ir.trace import Symbol, TraceError, element_dtype
+from foci.ir.user_lines import complaint
 
 __all__ = ["TORCH_FUNCTIONS"]
 

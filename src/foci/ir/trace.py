@@ -8,12 +8,9 @@ Functions of ordinary tensors alone, `table.exp()`, run as usual: their result i
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -27,6 +24,7 @@ from foci.ir.expr import DType, Expr
 from foci.ir.narrow import is_narrow
 from foci.ir.ops import as_expr, cast
 from foci.ir.random_calls import draws_random_numbers
+from foci.ir.user_lines import PYTHON_ERRORS, complaint, location_of
 
 __all__ = [
     "CONSTRUCTORS",
@@ -37,11 +35,9 @@ __all__ = [
     "Symbol",
     "TraceError",
     "Tracer",
-    "complaint",
     "element_dtype",
     "is_numpy_number",
     "length_symbol",
-    "user_frame",
 ]
 
 SYMBOLIC_BASE: Final = 1_000_000
@@ -348,7 +344,12 @@ class Tracer:
                     result = result[0]
                 symbol = self._returned(function, result)
         except TypeError as error:
-            if isinstance(error, TraceError) or _takes(function, len(variables)):
+            if isinstance(error, TraceError):
+                raise
+            for said, what, instead in PYTHON_ERRORS:
+                if said in str(error):
+                    raise TraceError(complaint(what, instead, location_of(error.__traceback__))) from error
+            if _takes(function, len(variables)):
                 raise
             kind = "score" if variables[0] == "score" else "mask"
             raise TraceError(f"a {kind} function takes ({', '.join(variables)}); {_name(function)} does not: {error}") from error
@@ -441,32 +442,3 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-_SKIP: Final = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
-    "<eval_with_key>",
-    "<string>",
-)
-
-
-def user_frame() -> FrameType | None:
-    """The innermost frame outside of foci, torch and the standard library."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIP):
-        frame = frame.f_back
-    return frame
-
-
-def complaint(what: str, instead: str = "") -> str:
-    """The message of a `TraceError`: the user's line, what it does, and what may stand there `instead`."""
-    frame = user_frame()
-    where = f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame is not None else ""
-    hint = (
-        f"; {instead}"
-        if instead
-        else "; the language has pointwise functions, indexing of captured tensors, and sum, dot, any, all, max, min over captured rows"
-    )
-    return f"{where}{what} is outside what a score or mask function can do{hint}"

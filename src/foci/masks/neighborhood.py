@@ -46,7 +46,9 @@ def natten(extent: tuple[int, ...], kernel: int | tuple[int, ...], *, dilation: 
     kernels, dilations = _per_dimension("kernel", kernel, rank), _per_dimension("dilation", dilation, rank)
     for n, size, step in zip(extent, kernels, dilations, strict=True):
         if size % 2 == 0 or size < 1:
-            raise ValueError(f"kernel must be odd, so that a neighborhood has a center; got {size}")
+            raise ValueError(
+                f"kernel must be odd, such as {max(1, size - 1)} or {max(3, size + 1)}, so that a neighborhood has a center; got {size}"
+            )
         if step < 1 or size * step > n:
             raise ValueError(f"kernel * dilation must be at most the size of its dimension; got {size} * {step} over {n}")
     strides = tuple(math.prod(extent[i + 1 :]) for i in range(rank))

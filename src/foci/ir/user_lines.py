@@ -1,0 +1,82 @@
+"""Lines of the user's code, for messages: which one runs, and what it does that a score or mask function cannot do."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Final, NamedTuple
+
+import torch
+
+__all__ = ["PYTHON_ERRORS", "Location", "complaint", "location_of", "user_frame"]
+
+PYTHON_ERRORS: Final = (
+    ("does not support ufuncs", "a function of NumPy", "use the function of torch of that name"),
+    ("for &: 'function' and 'function'", "& of two functions", "write foci.and_masks(f, g), or foci.Mask(f) & g"),
+    ("for |: 'function' and 'function'", "| of two functions", "write foci.or_masks(f, g), or foci.Mask(f) | g"),
+    ("for >>: 'function' and 'function'", ">> of two functions", "write foci.Score(f) >> g"),
+)
+"""Of errors that Python or NumPy raises within a function, part of the message; what the function did; what to write instead."""
+
+_SKIP: Final = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    "<eval_with_key>",
+    "<string>",
+)
+
+
+def _skipped() -> tuple[str, ...]:
+    """Beginnings of the file names that hold no code of the user."""
+    numpy = sys.modules.get("numpy")
+    return _SKIP if numpy is None or numpy.__file__ is None else (*_SKIP, str(Path(numpy.__file__).parent))
+
+
+class Location(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame outside of foci, torch, NumPy and the standard library."""
+    frame, skipped = inspect.currentframe(), _skipped()
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    return frame
+
+
+def location_of(traceback: TracebackType | None) -> Location | None:
+    """The innermost line of a traceback outside of foci, torch, NumPy and the standard library."""
+    found, skipped = None, _skipped()
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(skipped):
+            found = Location(file, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+def complaint(what: str, instead: str = "", location: Location | None = None) -> str:
+    """The message of a `TraceError`: the user's line, what it does, and what may stand there `instead`.
+
+    Args:
+        what: the user's function does.
+        instead: of it; if empty, what the language has.
+        location: of the line; if None, that which runs now.
+    """
+    frame = user_frame() if location is None else None
+    if frame is not None:
+        location = Location(frame.f_code.co_filename, frame.f_lineno)
+    where = f"{location.file}:{location.line}: " if location is not None else ""
+    hint = (
+        f"; {instead}"
+        if instead
+        else "; the language has pointwise functions, indexing of captured tensors, and sum, dot, any, all, max, min over captured rows"
+    )
+    return f"{where}{what} is outside what a score or mask function can do{hint}"
