@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site lint format bench gate clean
+.PHONY: help venv wheel resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ notebooks: $(STAMP) ## run docs/notebooks/ and keep their outputs
 
 site: $(VENV)/.site-installed ## the documentation as a site, in site/: open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+site-check: site ## pages, links and search of site/ in a headless Chromium
+	$(BIN)/python docs/check_site.py
 
 $(VENV)/.site-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

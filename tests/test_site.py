@@ -18,7 +18,7 @@ def load(name):
     return module
 
 
-reference, hooks = load("reference"), load("hooks")
+reference, hooks, check_site = load("reference"), load("hooks"), load("check_site")
 
 
 @pytest.mark.parametrize("module", reference.PAGES)
@@ -67,3 +67,20 @@ def test_no_script_of_another_host():
     shown = hooks.on_post_page('<script src="https://unpkg.com/iframe-worker/shim"></script>', page=page, config={})
     assert shown == '<script src="../assets/frame-worker.js"></script>'
     assert (DOCS / "assets" / "frame-worker.js").exists()
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "index.html").write_text('<h1 id="top">x</h1><a href="../a.html#there">a</a><a href="../a.html#gone">a</a>')
+    (tmp_path / "a.html").write_text('<p id="there"><a href="sub/">s</a><img src="b.png"><a href="https://example.org/">o</a></p>')
+    assert check_site.broken_links(tmp_path) == ["a.html: b.png is not there", "sub/index.html: ../a.html#gone has no such anchor"]
+
+
+def test_requests_of_a_page_are_told_from_those_of_the_browser():
+    lines = [
+        '{"params":{"initiator":"null","url":"https://example.org/x.png"},"type":134},',
+        '{"params":{"initiator":"not an origin","url":"https://example.com/update"},"type":134},',
+        '{"params":{"initiator":"null","url":"file:///site/index.html"},"type":134},',
+        '{"params":{"url":"https://example.net/"},"type":2}]}',
+    ]
+    assert check_site.requests_of("\n".join(lines)) == ["https://example.org/x.png"]
