@@ -49,8 +49,19 @@ def test_python_example(place, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(code, {"__name__": "__example__"})
+    printed = capsys.readouterr().out
     if place in PRINTS:
-        assert capsys.readouterr().out == PRINTS[place]
+        assert printed == PRINTS[place]
+    if page == "README.md":  # it has the output beside the call, to be short
+        assert printed.splitlines() == re.findall(r"^print\(.*\)  # (.+)$", PYTHON[place], re.MULTILINE) != []
+
+
+def test_the_readme_is_read_in_two_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert sum(place.startswith("README.md:") for place in PYTHON) == 5
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", text):
+        assert (ROOT / link).exists(), link
 
 
 def test_the_pages_have_examples():
