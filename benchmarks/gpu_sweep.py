@@ -21,10 +21,11 @@ import triton
 import foci
 from foci import masks, scores
 from foci.backends.contract import Given, Plan
+from foci.backends.gpu.architectures import find
 from foci.backends.gpu.kernel import GpuKernel
 from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.recorder import Recorder
-from foci.backends.gpu.schedules import LIMITS, Schedule, shared_bytes
+from foci.backends.gpu.schedules import Schedule, shared_bytes
 from foci.backends.gpu.tile_tables import operand_sequences
 from foci.backends.triton.kernel import build_kernel
 from foci.planner import target_of
@@ -60,7 +61,7 @@ FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8, "key_gradient_alo
 
 def jobs(names: list[str], dims: list[int], kinds: list[str]) -> list[tuple[str, int, str, Schedule]]:
     """(kernel, head dim, variant, schedule), those whose shared memory fits."""
-    limit = LIMITS[target_of(torch.device("cuda")).arch]
+    limit = find(target_of(torch.device("cuda")).arch).shared_bytes
     return [
         (kind, dim, name, schedule)
         for (kind, dim), found in CANDIDATES.items()

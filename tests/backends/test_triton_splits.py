@@ -12,7 +12,8 @@ from foci import masks, scores
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from foci.backends.gpu.schedules import MULTIPROCESSORS, split_kind, splits_for
+from foci.backends.gpu.architectures import ARCHITECTURES
+from foci.backends.gpu.schedules import split_kind, splits_for
 
 HAS_GPU = torch.cuda.is_available()
 IS_RUN = HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,10 +47,10 @@ def test_keys_are_split_where_few_queries_leave_multiprocessors_idle(batch, head
 
 
 @pytest.mark.parametrize("tiles", [1, 4, 16, 32, 64, 66])
-@pytest.mark.parametrize("arch", sorted(MULTIPROCESSORS))
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch])
 def test_there_are_two_splits_at_least(tiles, arch):
     # the fewest keys, in tiles of 128, of rows that leave half of a device idle
-    if 2 * tiles <= MULTIPROCESSORS[arch]:
+    if 2 * tiles <= ARCHITECTURES[arch].sms:
         assert splits_for(tiles, 9, arch, 100000, 1) == 2
 
 

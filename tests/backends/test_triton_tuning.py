@@ -12,7 +12,8 @@ import torch
 import foci
 from foci import masks, scores
 from foci.backends.contract import Plan
-from foci.backends.gpu.schedules import LIMITS, Schedule, schedule_for, shared_bytes
+from foci.backends.gpu.architectures import find
+from foci.backends.gpu.schedules import Schedule, schedule_for, shared_bytes
 from foci.backends.problem_class import tile_bytes
 from foci.backends.triton.tuning import Store, TunedKernel, list_candidates, tuning_key
 from foci.problem import Cotangents, Formula, Operands, Problem, Results, Target
@@ -94,7 +95,7 @@ def test_candidates_fit_shared_memory(arch, dtype, dim, score):
         assert (found[0] if found else None) == own
         assert len(set(found)) == len(found) <= 24
         for schedule in found:
-            assert shared_bytes(kind, schedule, (dim, dim), dtype.itemsize, scratch=scratch) <= LIMITS[arch]
+            assert shared_bytes(kind, schedule, (dim, dim), dtype.itemsize, scratch=scratch) <= find(arch).shared_bytes
             assert arch >= 90 or not schedule.descriptors
         if dtype == torch.bfloat16 and dim <= 128:
             assert len(found) > 4

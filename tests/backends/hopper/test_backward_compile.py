@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
 from foci.backends.gpu import tile_tables  # noqa: E402
-from foci.backends.gpu.schedules import LIMITS  # noqa: E402
+from foci.backends.gpu.architectures import find  # noqa: E402
 from foci.backends.hopper import backward_pass as backward  # noqa: E402
 from foci.backends.hopper import backward_schedules  # noqa: E402
 from foci.backends.hopper.kernel import build_kernel  # noqa: E402
@@ -134,7 +134,7 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
     assert wanted <= {one.name for one in found}
     for one in found:
-        assert one.shared <= LIMITS[90], one.name
+        assert one.shared <= find(90).shared_bytes, one.name
         if one.name in GRADIENTS:
             assert "wgmma.mma_async" in one.ptx, one.name
             assert ("cp.reduce.async.bulk" in one.ptx) == (one.name == "attention_gradients"), one.name

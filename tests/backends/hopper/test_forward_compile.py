@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.compiler.code_generator import CodeGenerator  # noqa: E402
 
 from foci.backends.gpu import tile_tables  # noqa: E402
-from foci.backends.gpu.schedules import LIMITS  # noqa: E402
+from foci.backends.gpu.architectures import find  # noqa: E402
 from foci.backends.hopper import forward_pass, gluon_compat  # noqa: E402
 from foci.backends.hopper.kernel import build_kernel  # noqa: E402
 
@@ -105,7 +105,7 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
     found = stand_in(LAUNCHED, 90)
     launch(case)
     for one in found:
-        assert one.shared <= LIMITS[90], one.name
+        assert one.shared <= find(90).shared_bytes, one.name
     forward = next(one for one in found if one.name == "attention_forward")
     assert forward.ptx.count("wgmma.mma_async") >= 12
     assert "cp.async.bulk.tensor" in forward.ptx

@@ -13,6 +13,7 @@ import torch
 
 from foci.backends import self_check
 from foci.backends.causal import is_causal
+from foci.backends.gpu.architectures import OLDEST, find
 from foci.backends.gpu.schedules import (
     busy_fraction,
     padded_dim,
@@ -31,7 +32,6 @@ from foci.problem import Layout, Problem, Target
 __all__ = ["estimate_cost", "forward_cost", "reject", "row_kernels", "splits_keys"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-_FLOPS: Final[dict[int, float]] = {80: 1.6e14, 86: 6e13, 89: 1.5e14, 90: 4.5e14, 100: 6e14}
 _FORWARD: Final = 2.2e-5
 _BACKWARD: Final = 5e-5
 """Seconds of host time of a pass, measured beside an H200 (benchmarks/gpu_overhead.py)."""
@@ -50,8 +50,8 @@ def _reject_target(target: Target) -> str | None:
         return f"needs an NVIDIA GPU, not {target.device}"
     if target.device == "cuda" and "triton" not in target.features:
         return "needs Triton, which is not installed"
-    if target.device == "cuda" and target.arch < 80:
-        return f"needs compute capability 8.0 or newer, not {target.arch / 10}"
+    if target.device == "cuda" and target.arch < OLDEST:
+        return f"needs compute capability {OLDEST / 10} or newer, not {target.arch / 10}"
     return None
 
 
@@ -111,7 +111,7 @@ def estimate_cost(problem: Problem, target: Target) -> float:
 
 def forward_cost(problem: Problem, target: Target) -> float:
     """Estimate seconds of a forward on a GPU."""
-    rate = _FLOPS.get(target.arch, 1.5e14) / (1 if problem.dtype != torch.float32 else 8)
+    rate = find(target.arch).rate / (1 if problem.dtype != torch.float32 else 8)
     if splits_keys(problem, target):
         rate *= split_efficiency(problem, target.arch)
     return _FORWARD + problem.flops * (0.5 if is_causal(problem.variant) else 1.0) / rate

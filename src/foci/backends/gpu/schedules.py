@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from foci.backends.gpu.architectures import HOPPER, find
 from foci.backends.problem_class import tile_bytes
 from foci.problem import Formula, Layout, Problem, bucket
 from foci.variant import Variant
@@ -18,13 +19,11 @@ from foci.variant import Variant
 __all__ = [
     "KINDS",
     "LIKE",
-    "LIMITS",
     "SCHEDULES",
     "Schedule",
     "busy_fraction",
     "fit_schedule",
     "padded_dim",
-    "schedule_family",
     "schedule_for",
     "schedule_rows",
     "scratch_bytes",
@@ -68,64 +67,58 @@ class Schedule:
     by_work: bool = False  # sort tasks of packed sequences by their work, not by their sequences' lengths
 
 
-LIMITS: Final[dict[int, int]] = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Shared memory that a block may use, in bytes, by compute capability (CUDA programming guide, table of technical specifications)."""
-
-MULTIPROCESSORS: Final[dict[int, int]] = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
-"""SMs of a large GPU of each compute capability."""
-
 _S = Schedule
 _SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16, 4, 1))
 
-SCHEDULES: Final[dict[tuple[str, str, int, int], tuple[Schedule, ...]]] = {
-    # (family, kernel, bytes of an element, padded head dim), best first
-    ("hopper", "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_sparse", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_listed", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 128, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
-    ("hopper", "query_gradient", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "query_gradient", 2, 128): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2, True)),
-    ("hopper", "query_gradient_sparse", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
-    ("hopper", "query_gradient", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 1)),
-    ("hopper", "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
-    ("hopper", "key_gradient", 2, 64): (_S(128, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient_dropped", 2, 128): (_S(64, 64, 4, 2, True, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
-    ("hopper", "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 32, 8, 1)),
-    ("hopper", "key_gradient_alone", 2, 256): (_S(64, 128, 8, 1, True), _S(32, 64, 8, 1)),
-    ("hopper", "value_gradient_alone", 2, 256): (_S(64, 128, 8, 2, True), _S(32, 64, 8, 1)),
-    ("hopper", "key_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
-    ("hopper", "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
-    ("hopper", "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
-    ("hopper", "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
-    ("hopper", "decode", 2, 128): (_S(64, 128, 4, 3, True), _S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
-    ("hopper", "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
-    ("hopper", "bias_gradient", 2, 64): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
-    ("hopper", "bias_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
-    ("hopper", "captures", 2, 64): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
-    ("hopper", "captures", 2, 128): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
-    ("ampere", "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
-    ("ampere", "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
-    ("ampere", "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
-    ("ampere", "forward", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
-    ("ampere", "query_gradient", 2, 64): (_S(64, 64, 4, 2), _S(64, 32, 4, 2)),
-    ("ampere", "query_gradient", 2, 128): (_S(64, 64, 8, 1), _S(64, 32, 4, 1)),
-    ("ampere", "query_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
-    ("ampere", "query_gradient", 2, 512): (_S(16, 16, 4, 1),),
-    ("ampere", "key_gradient", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
-    ("ampere", "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
-    ("ampere", "key_gradient", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
-    ("ampere", "key_gradient_scored", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
-    ("ampere", "key_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
-    ("ampere", "key_gradient_scored", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
-    ("ampere", "key_gradient", 2, 512): (_S(16, 16, 4, 1),),
-    ("ampere", "key_gradient_scored", 2, 512): (_S(16, 16, 4, 1),),
+SCHEDULES: Final[dict[tuple[int, str, int, int], tuple[Schedule, ...]]] = {
+    # (architecture, kernel, bytes of an element, padded head dim), best first
+    (90, "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    (90, "forward_sparse", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
+    (90, "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
+    (90, "forward_listed", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 128, 8, 3, True), _S(64, 64, 4, 2)),
+    (90, "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    (90, "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
+    (90, "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
+    (90, "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
+    (90, "query_gradient", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    (90, "query_gradient", 2, 128): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2, True)),
+    (90, "query_gradient_sparse", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
+    (90, "query_gradient", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 1)),
+    (90, "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
+    (90, "key_gradient", 2, 64): (_S(128, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    (90, "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    (90, "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
+    (90, "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
+    (90, "key_gradient_dropped", 2, 128): (_S(64, 64, 4, 2, True, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
+    (90, "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 32, 8, 1)),
+    (90, "key_gradient_alone", 2, 256): (_S(64, 128, 8, 1, True), _S(32, 64, 8, 1)),
+    (90, "value_gradient_alone", 2, 256): (_S(64, 128, 8, 2, True), _S(32, 64, 8, 1)),
+    (90, "key_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
+    (90, "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
+    (90, "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
+    (90, "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
+    (90, "decode", 2, 128): (_S(64, 128, 4, 3, True), _S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
+    (90, "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
+    (90, "bias_gradient", 2, 64): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
+    (90, "bias_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
+    (90, "captures", 2, 64): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
+    (90, "captures", 2, 128): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
+    (80, "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
+    (80, "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
+    (80, "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
+    (80, "forward", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
+    (80, "query_gradient", 2, 64): (_S(64, 64, 4, 2), _S(64, 32, 4, 2)),
+    (80, "query_gradient", 2, 128): (_S(64, 64, 8, 1), _S(64, 32, 4, 1)),
+    (80, "query_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
+    (80, "query_gradient", 2, 512): (_S(16, 16, 4, 1),),
+    (80, "key_gradient", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
+    (80, "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
+    (80, "key_gradient", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
+    (80, "key_gradient_scored", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
+    (80, "key_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
+    (80, "key_gradient_scored", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
+    (80, "key_gradient", 2, 512): (_S(16, 16, 4, 1),),
+    (80, "key_gradient_scored", 2, 512): (_S(16, 16, 4, 1),),
 }
 
 LIKE: Final = {
@@ -137,11 +130,6 @@ LIKE: Final = {
     "split": "forward",
 }
 """Kernels that use the rows of another if the table has none of their own."""
-
-
-def schedule_family(arch: int) -> str:
-    """Rows of the table for an architecture."""
-    return "hopper" if 90 <= arch < 100 else "ampere"
 
 
 def padded_dim(dim: int) -> int:
@@ -197,10 +185,10 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
     return schedule.tile_kv * stationary + buffers * schedule.tile_q * (wide + 8) + 2 * scores * itemsize + spare
 
 
-def schedule_rows(family: str, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
+def schedule_rows(arch: int, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
     """Rows of the table for a kernel, best first; none for a width or dtype that it does not cover."""
-    found = SCHEDULES.get((family, kind, itemsize, width))
-    return SCHEDULES.get((family, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
+    found = SCHEDULES.get((arch, kind, itemsize, width))
+    return SCHEDULES.get((arch, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
 
 
 def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0, vectors: int = 0) -> Schedule | None:
@@ -211,8 +199,8 @@ def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, 
     if arch == 0:
         return Schedule(16, 16, 4, 1)
     width = max(64, *dims)
-    rows = schedule_rows(schedule_family(arch), kind, itemsize, width)
-    limit = LIMITS.get(arch, 101376)
+    rows = schedule_rows(find(arch).schedules_of, kind, itemsize, width)
+    limit = find(arch).shared_bytes
     for row in (*rows, *_SMALL, *(replace(r, stages=1) for r in _SMALL)):
         if shared_bytes(kind, row, dims, itemsize, scratch=scratch, vectors=vectors) <= limit:
             # large float32 scores make much of a rounding: all kernels multiply queries by keys the same way round
@@ -230,9 +218,9 @@ def fit_schedule(schedule: Schedule, block_size: tuple[int, int] | None) -> Sche
 def busy_fraction(problem: Problem, arch: int) -> float:
     """Fraction of the SMs that a backward keeps busy: three of its seven products are in the dq kernel, a program per 64 queries, and four
     in the kernel of dk and dv, a program per 64 keys. 1 where it was not measured."""
-    if arch != 90:
+    if arch != HOPPER.arch:
         return 1.0
-    processors = MULTIPROCESSORS[arch]
+    processors = HOPPER.sms
     rows = problem.batch * max(1, problem.q_heads) * -(-problem.q_len // 64)
     keys = problem.batch * max(1, problem.kv_heads) * -(-problem.kv_len // 64)
     return 7 / (3 / min(1.0, rows / processors) + 4 / min(1.0, keys / processors))
@@ -271,7 +259,7 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
     if shares_tile(group, length) and keys >= (32 if arch == 0 else 1024):
         return "decode"
     tiles = bucket(batch) * kv_heads * -(-group * bucket(length) // 128)
-    if length > queries_at_most or bucket(keys) <= keys_at_least or 2 * tiles > MULTIPROCESSORS.get(arch, 108):
+    if length > queries_at_most or bucket(keys) <= keys_at_least or 2 * tiles > find(arch).sms:
         return None
     return "decode" if group * length <= 64 else "split"
 
@@ -279,7 +267,7 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
 def split_efficiency(problem: Problem, arch: int) -> float:
     """Fraction of its usual rate that a split-KV forward reaches: 0.6 as measured on an H200 with heads of 128, times the fraction of SMs
     that its splits keep busy."""
-    processors = MULTIPROCESSORS.get(arch, 108)
+    processors = find(arch).sms
     tiles = problem.batch * problem.kv_heads * -(-problem.q_heads // problem.kv_heads * problem.q_len // 128)
     return 0.6 * max(1, processors // tiles) * tiles / processors if tiles < processors else 0.6
 
@@ -295,6 +283,6 @@ def splits_for(groups: int, tiles: int, arch: int, taken: int, together: int = 1
     """
     if arch == 0:
         return min(3, tiles)
-    slots = MULTIPROCESSORS.get(arch, 108) * max(1, min(together, LIMITS.get(arch, 101376) // taken))
+    slots = find(arch).sms * max(1, min(together, find(arch).shared_bytes // taken))
     idle = {n: -(-groups * n // slots) * slots / (groups * n) - 1 for n in range(1, max(1, tiles // 4) + 1)}
     return next((n for n, share in idle.items() if share <= 0.05), min(idle, key=lambda n: idle[n]))

@@ -12,6 +12,7 @@ import torch
 from foci.backends import self_check
 from foci.backends.contract import Kernel, Plan
 from foci.backends.gpu import portable
+from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import padded_dim
 from foci.backends.hopper.backward_schedules import DS_SCRATCH_BYTES, ds_scratch_schedule, padded_widths, short_q_schedule
 from foci.backends.hopper.kernel_rates import Pair, estimate_rates
@@ -34,8 +35,8 @@ class HopperBackend:
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
         """Return why the backend cannot run a problem, or None."""
-        if target.device != "cuda" or target.arch != 90:
-            return "needs an NVIDIA GPU of compute capability 9.0"
+        if target.device != "cuda" or target.arch != HOPPER.arch:
+            return f"needs an NVIDIA GPU of compute capability {HOPPER.arch / 10}"
         if "triton" not in target.features:
             return "needs Triton, which is not installed"
         if not any(feature.startswith("triton-") for feature in target.features):

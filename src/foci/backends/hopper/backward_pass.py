@@ -22,6 +22,7 @@ from torch import Tensor
 from foci.backends.causal import is_causal
 from foci.backends.contract import Given
 from foci.backends.gpu.allocate import gradient_tensors, row_tensors
+from foci.backends.gpu.architectures import count_sms
 from foci.backends.gpu.captured_grad import capture_gradients, find_query_tile_bias
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts, is_half
@@ -70,7 +71,6 @@ from foci.backends.hopper.functions import KernelFunctions, build_functions
 from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
 from foci.backends.hopper.layouts import smem_layout
 from foci.backends.hopper.mask_bits import pack_queries
-from foci.backends.hopper.schedules import count_sms
 from foci.backends.hopper.zero_fill import zero_counters
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from foci.backends.causal import is_causal
+from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.schedules import padded_dim
-from foci.backends.hopper.schedules import DEFAULT_SMS, padded_width
+from foci.backends.hopper.schedules import padded_width
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import score_kind, tile_bytes
 from foci.problem import Layout, Problem
@@ -113,9 +114,9 @@ FUSED_SCHEDULES: Final[dict[tuple[int, str], tuple[TileShape, bool]]] = {
     (128, "score"): (_WIDE, True),
 }
 """Measured on an H200 (`foci.backends.hopper.kernel_rates`). A kind without a row is not fused."""
-_L2_SUMS_BYTES: Final = DEFAULT_SMS << 17
+_L2_SUMS_BYTES: Final = HOPPER.sms << 17
 """Most bytes of the accumulators of heads that alternate: what L2 holds beside streamed tiles; twice as much at most."""
-_HEADS_TOGETHER: Final = {64: DEFAULT_SMS, 128: 48}
+_HEADS_TOGETHER: Final = {64: HOPPER.sms, 128: 48}
 """Most heads that alternate, by padded head dim: with as many as SMs, no key tile waits for another."""
 _FEW_HEADS: Final = 16
 """Up to this many heads, batch entries included, key tiles of one head must run side by side."""
@@ -170,7 +171,7 @@ def split_short_q(heads: int, keys: int, tile: int) -> tuple[int, int]:
     `heads`: over all batch entries. `tile`: keys of a tile.
     """
     tiles = -(-keys // tile)
-    tiles_each = -(-tiles // max(1, min(DEFAULT_SMS // heads, keys // SHORT_Q_SPLIT_KEYS)))
+    tiles_each = -(-tiles // max(1, min(HOPPER.sms // heads, keys // SHORT_Q_SPLIT_KEYS)))
     return tiles_each, -(-tiles // tiles_each)
 
 
@@ -276,5 +277,5 @@ def _count_dq_sums(problem: Problem, tiles: int) -> int:
     `tiles`, among which they spread. One if there are at least as many query tiles as key tiles."""
     if not _is_unmasked(problem) or problem.kv_len <= 128 * tiles:
         return 1
-    at_once = 2 * DEFAULT_SMS // (problem.batch * problem.q_heads * tiles)
+    at_once = 2 * HOPPER.sms // (problem.batch * problem.q_heads * tiles)
     return min(_MAX_SUMS, 1 << max(at_once, 1).bit_length() - 1)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.backends.gpu.allocate import result_tensors
+from foci.backends.gpu.architectures import count_sms
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts
 from foci.backends.gpu.kernel_args import encode
@@ -26,7 +27,7 @@ from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import build_functions
 from foci.backends.hopper.mask_bits import cover_keys, mark_keys, order_tasks, pack_masks
-from foci.backends.hopper.schedules import Schedule, count_sms, dense_sizes, forward_schedule, padded_width
+from foci.backends.hopper.schedules import Schedule, dense_sizes, forward_schedule, padded_width
 from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES

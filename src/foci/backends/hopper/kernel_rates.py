@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
+from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import busy_fraction, padded_dim
 from foci.backends.hopper.backward_schedules import fused_schedule, short_q_schedule, split_short_q
-from foci.backends.hopper.schedules import DEFAULT_SMS
 from foci.backends.problem_class import score_kind
 from foci.problem import Layout, Problem
 
@@ -110,10 +110,10 @@ def estimate_rates(problem: Problem) -> Rates:
     width = next(width for width in (64, 128, 192, 256) if width >= dim)
     dropped, measured = DROPOUT.get(width, DROPOUT[128]), MEASURED.get((width, kind)) or MEASURED[128, kind]
     rates = dropped if problem.formula.dropout else measured
-    backward, busy = rates.backward, busy_fraction(problem, 90)
+    backward, busy = rates.backward, busy_fraction(problem, HOPPER.arch)
     if (short_q := short_q_schedule(problem)) is not None:
         heads = problem.batch * problem.q_heads
-        busy_sms = min(1.0, heads * split_short_q(heads, problem.kv_len, short_q.tile_kv)[1] / DEFAULT_SMS)
+        busy_sms = min(1.0, heads * split_short_q(heads, problem.kv_len, short_q.tile_kv)[1] / HOPPER.sms)
         return Rates(rates.forward, Pair(SHORT_Q[width].hopper * busy_sms, SHORT_Q[width].triton * busy), busy)
     is_fused = fused_schedule(problem) is not None
     hopper_rate = _add_dq_sum_time(problem, backward.fused) if is_fused else backward.apart
@@ -136,4 +136,4 @@ def _busy_part(problem: Problem) -> float:
     """Fraction of the SMs that have a tile of 128 keys, times the fraction of a tile that has keys. Rates are of problems that fill
     both."""
     tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // 128)
-    return min(1.0, tiles / DEFAULT_SMS) * min(1.0, problem.kv_len / 128)
+    return min(1.0, tiles / HOPPER.sms) * min(1.0, problem.kv_len / 128)

@@ -1,4 +1,7 @@
-"""Performance model: estimated seconds of a problem, from its launches and its flops at the rates of `kernel_rates`."""
+"""Performance model: estimated seconds of a problem, from its launches and its flops.
+
+Flops take the rate by which the portable kernels are estimated, `HOPPER.rate`, times the ratio of the rates measured in `kernel_rates`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ from typing import Final
 
 from foci.backends.causal import is_causal
 from foci.backends.gpu import portable
+from foci.backends.gpu.architectures import HOPPER
 from foci.backends.hopper.kernel_rates import estimate_rates
-from foci.backends.hopper.schedules import DEFAULT_SMS, forward_schedule
+from foci.backends.hopper.schedules import forward_schedule
 from foci.problem import Problem, Target
 
 __all__ = ["backward_cost", "forward_cost", "split_cost", "takes_split"]
 
-_TRITON: Final = 4.5e14
-"""Flop/s by which the backend `triton` estimates its cost; this backend scales it by the ratio of measured rates."""
 _LAUNCH: Final = 2e-5
 _BACKWARD: Final = 5e-5
 """Seconds of host time of a pass, measured beside an H200 (benchmarks/gpu_overhead.py)."""
@@ -30,8 +32,8 @@ def forward_cost(problem: Problem, target: Target) -> float:
     if schedule.persistent and portable.splits_keys(problem, target):
         rows = min(schedule.tile_q, -(-problem.q_len // 64) * 64)
     tiles = problem.batch * problem.q_heads * -(-problem.q_len // rows)
-    flops = 2.0 * max(DEFAULT_SMS, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
-    return _LAUNCH + (0.5 if is_causal(problem.variant) else 1.0) * flops / _TRITON * rates.triton / rates.hopper
+    flops = 2.0 * max(HOPPER.sms, tiles) * rows * problem.kv_len * (problem.head_dim + problem.value_dim)
+    return _LAUNCH + (0.5 if is_causal(problem.variant) else 1.0) * flops / HOPPER.rate * rates.triton / rates.hopper
 
 
 def split_cost(problem: Problem, target: Target) -> float:
@@ -47,4 +49,4 @@ def takes_split(problem: Problem, target: Target) -> bool:
 def backward_cost(problem: Problem) -> float:
     """Estimate the backward, by this backend's kernels or `triton`'s."""
     rates, part = estimate_rates(problem), 0.5 if is_causal(problem.variant) else 1.0
-    return _BACKWARD + 2.5 * part * problem.flops / _TRITON * rates.backward.triton / rates.busy / rates.backward.best
+    return _BACKWARD + 2.5 * part * problem.flops / HOPPER.rate * rates.backward.triton / rates.busy / rates.backward.best

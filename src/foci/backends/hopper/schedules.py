@@ -14,17 +14,15 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-import torch
-
 from foci.backends.causal import is_causal
-from foci.backends.gpu.schedules import MULTIPROCESSORS, padded_dim
+from foci.backends.gpu.architectures import HOPPER
+from foci.backends.gpu.schedules import padded_dim
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES, mask_bytes, score_kind, tile_bytes
 from foci.ir.expr import const
 from foci.problem import Layout, Operands, Problem
 
 __all__ = [
-    "DEFAULT_SMS",
     "OVERLAP_2",
     "OVERLAP_2_D192",
     "OVERLAP_2_D256",
@@ -48,7 +46,6 @@ __all__ = [
     "Schedule",
     "Sizes",
     "alternative_schedules",
-    "count_sms",
     "dense_sizes",
     "describe_width",
     "forward_schedule",
@@ -92,7 +89,6 @@ class Schedule:
         return None if self.programs_per_sm == 1 else 65536 // (self.programs_per_sm * 128 * (self.consumers + 1)) // 8 * 8
 
 
-DEFAULT_SMS: Final = MULTIPROCESSORS[90]
 _LOOP: Final = ", each program taking task after task"
 _OVERLAP: Final = "two warpgroups that overlap products and softmax"
 _PAIRED: Final = "two warpgroups in turn, 64 keys at a time, two programs to a multiprocessor" + _LOOP
@@ -131,7 +127,7 @@ TURNS_2: Final = Schedule(
 )
 TURNS_2_SERPENTINE: Final = Schedule(
     "N2", 2, False, 128, 2, "two warpgroups in turn" + _LOOP,
-    persistent=True, static=True, single_loop=True, named_barriers=True, heads_together=DEFAULT_SMS, serpentine=True,
+    persistent=True, static=True, single_loop=True, named_barriers=True, heads_together=HOPPER.sms, serpentine=True,
 )  # fmt: skip
 PAIRED_2: Final = Schedule(
     "N2", 2, False, 64, 3, _PAIRED, persistent=True, static=True, single_loop=True, named_barriers=True, heads_together=64,
@@ -143,15 +139,15 @@ PAIRED_2_PACKED: Final = Schedule(
 )  # fmt: skip
 # The next two are for masks that make a head's tasks unequal. As many heads alternate as programs run, so the tasks of a wave are equal.
 PAIRED_2_QUEUE: Final = Schedule(
-    "N2", 2, False, 64, 3, _PAIRED, persistent=True, single_loop=True, named_barriers=True, heads_together=2 * DEFAULT_SMS,
+    "N2", 2, False, 64, 3, _PAIRED, persistent=True, single_loop=True, named_barriers=True, heads_together=2 * HOPPER.sms,
     registers=104, programs_per_sm=2,
 )  # fmt: skip
 PAIRED_2_SERPENTINE: Final = Schedule(
     "N2", 2, False, 64, 3, _PAIRED, persistent=True, static=True, single_loop=True, named_barriers=True,
-    heads_together=2 * DEFAULT_SMS, serpentine=True, registers=104, programs_per_sm=2,
+    heads_together=2 * HOPPER.sms, serpentine=True, registers=104, programs_per_sm=2,
 )  # fmt: skip
 PAIRED_2_SORTED: Final = Schedule(
-    "N2", 2, False, 64, 3, _PAIRED, persistent=True, single_loop=True, named_barriers=True, heads_together=DEFAULT_SMS,
+    "N2", 2, False, 64, 3, _PAIRED, persistent=True, single_loop=True, named_barriers=True, heads_together=HOPPER.sms,
     longest_first=True, registers=104, programs_per_sm=2,
 )  # fmt: skip
 
@@ -241,12 +237,6 @@ def width_pieces(width: int) -> tuple[int, ...]:
     return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
 
 
-@functools.lru_cache(maxsize=64)
-def count_sms(device: torch.device) -> int:
-    """Count the SMs of a device; those of an H200 where the device is no GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else DEFAULT_SMS
-
-
 def describe_width(name: str, dim: int, width: int) -> str:
     """Describe for `explain` how a head dim is padded and split; empty if it is a power of two already."""
     pieces = " + ".join(map(str, width_pieces(width)))
@@ -291,11 +281,11 @@ def _estimate_microseconds(schedule: Schedule, pace: Pace, heads: int, rows: int
     A head's last query tile may be shorter, by whole warpgroups. All waves but one take the average time of a task, one the longest.
     """
     tiles, rows = -(-rows // schedule.tile_q), -(-rows // 64) * 64
-    programs = schedule.programs_per_sm * DEFAULT_SMS
+    programs = schedule.programs_per_sm * HOPPER.sms
     waves = -(-heads * tiles // programs)
     last = heads * tiles - (waves - 1) * programs
     mean, longest = (pace.start + pace.key * keys * of / schedule.tile_q for of in (rows / tiles, min(rows, schedule.tile_q)))
-    return (waves - 1) * mean + longest * (pace.alone if last <= DEFAULT_SMS else 1.0), waves
+    return (waves - 1) * mean + longest * (pace.alone if last <= HOPPER.sms else 1.0), waves
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from foci.backends import self_check
 from foci.backends.contract import Kernel, MachineFact, Plan
 from foci.backends.gpu import portable
+from foci.backends.gpu.architectures import describe_schedules
 from foci.backends.row_kernels import RowKernels
 from foci.problem import Layout, Problem, Target
 
@@ -28,13 +29,14 @@ class TritonBackend:
         return self_check.is_failure(reason)
 
     def note(self, problem: Problem, target: Target, /) -> str:
-        """Whether keys are split."""
+        """Whose schedules the kernels take, and whether keys are split."""
         split = (
             "short queries: split-KV (Flash-Decoding), then a kernel that combines the splits"
             if portable.splits_keys(problem, target)
             else ""
         )
-        return (self_check.note_of(target) + split).removesuffix("; ")
+        foreign = describe_schedules(target.arch) if target.device == "cuda" else ""
+        return "; ".join(part for part in (self_check.note_of(target).removesuffix("; "), foreign, split) if part)
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """See `portable.estimate_cost`."""

@@ -19,14 +19,13 @@ import torch
 
 from foci.backends import disk
 from foci.backends.contract import Plan
+from foci.backends.gpu.architectures import find
 from foci.backends.gpu.schedules import (
     LIKE,
-    LIMITS,
     SCHEDULES,
     Schedule,
     fit_schedule,
     padded_dim,
-    schedule_family,
     schedule_for,
     scratch_bytes,
     shared_bytes,
@@ -67,12 +66,11 @@ def list_candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     if own is None or arch == 0:
         return () if own is None else (fit_schedule(own, p.formula.block_size),)
     names = (kind, LIKE.get(kind, kind))
-    rows = [
-        row for (family, name, size, _), row in SCHEDULES.items() if (family, size) == (schedule_family(arch), itemsize) and name in names
-    ]
+    rows_of = (find(arch).schedules_of, itemsize)
+    rows = [row for (one, name, size, _), row in SCHEDULES.items() if (one, size) == rows_of and name in names]
     seeds = [own, *(replace(s, turned=own.turned) for row in rows for s in row)]
     near = [replace(s, warps=w, stages=n) for s in seeds for n in (s.stages, s.stages - 1, s.stages + 1) for w in (s.warps, 12 - s.warps)]
-    limit = LIMITS.get(arch, min(LIMITS.values()))
+    limit = find(arch).shared_bytes
     fits = [s for s in near if 1 <= s.stages <= 4 and shared_bytes(kind, s, dims, itemsize, **read) <= limit]
     return tuple(dict.fromkeys(fit_schedule(s, p.formula.block_size) for s in (own, *fits)))[:_MOST]
 
