@@ -176,9 +176,9 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     ],
 )
 def test_one_kernel_where_it_is_ahead_and_triton_can_add_by_tma(case, one, monkeypatch):
-    assert (posed(case)[0].fused is not None) == one
+    assert (posed(case)[0].backward_pass.fused is not None) == one
     monkeypatch.setattr(backward, "HAS_ADD", False)
-    assert posed(case)[0].fused is None
+    assert posed(case)[0].backward_pass.fused is None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_tiles_go_round_where_none_are_in_each_others_way():
         ({"kv_len": 2048}, False),
         ({"q_len": 1 << 14}, False),
     ):
-        asked = replace(posed({})[0].problem, **given)
+        asked = replace(posed({})[0].builder.problem, **given)
         found = backward_schedules.fused_schedule(asked)
         assert found.goes_round == expected
         placed = backward_schedules.place_schedule(found, 132, 132)
