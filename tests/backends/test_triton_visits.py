@@ -79,7 +79,7 @@ def test_tiles_are_those_the_mask_keeps(name, tiles):
     made, call = begun(MASKS[name])
     kept = kept_by(MASKS[name])
     for side in ("queries", "keys"):
-        visits = tile_tables.build_visits(made, call, Schedule(*tiles, 4, 1), side)
+        visits = tile_tables.build_visits(made.builder, call, Schedule(*tiles, 4, 1), side)
         by_task, tile, other = (kept, *tiles) if side == "queries" else (kept.transpose(2, 3), *tiles[::-1])
         assert visits.tasks == -(-by_task.shape[2] // tile)
         for b, h, task in ((b, h, task) for b in range(2) for h in range(2) for task in range(visits.tasks)):
@@ -95,11 +95,11 @@ def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
     monkeypatch.setattr(tile_tables, "classify_tiles", Noted(real, looked))
     made, call = begun(MASKS["documents"])
     for tiles, side in (((128, 64), "queries"), ((64, 64), "queries"), ((64, 128), "keys")):
-        tile_tables.build_visits(made, call, Schedule(*tiles, 4, 2), side)
+        tile_tables.build_visits(made.builder, call, Schedule(*tiles, 4, 2), side)
     assert len(looked) == 1
-    found = tile_tables.build_visits(made, call, Schedule(64, 64, 4, 2), "queries")
-    assert tile_tables.build_visits(made, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
-    tile_tables.build_visits(made, call, Schedule(32, 64, 4, 2), "queries")
+    found = tile_tables.build_visits(made.builder, call, Schedule(64, 64, 4, 2), "queries")
+    assert tile_tables.build_visits(made.builder, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
+    tile_tables.build_visits(made.builder, call, Schedule(32, 64, 4, 2), "queries")
     assert len(looked) == 2
 
 
