@@ -430,16 +430,20 @@ def test_rows_are_read_to_their_last_column_alone(D, dtype):
         torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
 
-def test_captured_tensors_of_every_dtype_and_stride():
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool])
+def test_captured_integers_of_every_dtype_and_stride(dtype):
     q, k, v = qkv(2, 2, 100, 16)
-    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):
-        ids = (torch.arange(400).reshape(2, 200) // 9 % 3).to(dtype)[:, ::2]
-        mask = foci.Mask(lambda b, h, q, k, ids=ids: ids[b, q] == ids[b, k])
-        torch.testing.assert_close(attention(q, k, v, mask=mask), exact(q, k, v, mask=mask).float(), atol=2e-6, rtol=0)
-    for dtype in (torch.float64, torch.float16, torch.bfloat16):
-        table = torch.randn(2, 230).to(dtype).t()
-        score = foci.Score(lambda s, b, h, q, k, table=table: s + table[q - k + 110, h])
-        torch.testing.assert_close(attention(q, k, v, score=score), exact(q, k, v, score=score).float(), atol=3e-6, rtol=0)
+    ids = (torch.arange(400).reshape(2, 200) // 9 % 3).to(dtype)[:, ::2]
+    mask = foci.Mask(lambda b, h, q, k: ids[b, q] == ids[b, k])
+    torch.testing.assert_close(attention(q, k, v, mask=mask), exact(q, k, v, mask=mask).float(), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_captured_numbers_of_every_dtype_and_stride(dtype):
+    q, k, v = qkv(2, 2, 100, 16)
+    table = torch.randn(2, 230).to(dtype).t()
+    score = foci.Score(lambda s, b, h, q, k: s + table[q - k + 110, h])
+    torch.testing.assert_close(attention(q, k, v, score=score), exact(q, k, v, score=score).float(), atol=3e-6, rtol=0)
 
 
 def test_loads_stop_at_the_end_of_a_tensor():
