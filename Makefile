@@ -41,11 +41,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 # No settings of this machine's pip count: a wheel or an index that others lack would hide a pin that PyPI cannot meet.
 resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alone
-	PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=/dev/null PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= $(BIN)/python -m pip install --quiet \
+	$(say) "what pip would install from PyPI alone"
+	@PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=/dev/null PIP_EXTRA_INDEX_URL= PIP_FIND_LINKS= $(BIN)/python -m pip install --quiet \
 		--dry-run --ignore-installed --constraint constraints.txt '.[demo,docs,test]'
 
 demo: $(STAMP) ## a trained transformer on foci; pictures in demo-output/
-	$(say) "demo: about two minutes on two cores; pictures go to demo-output/"
+	$(say) "demo: one to two minutes on two cores; pictures go to demo-output/"
 	@$(BIN)/foci demo
 
 check: $(STAMP) ## lint, types and a core of the tests, in two minutes
