@@ -41,22 +41,22 @@ class Launch(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Launches that went through Triton, and replayed launches that did not."""
+    """Launches in order, and what was compiled for them."""
 
-    new: list[Any]
-    replayed: list[Any]
+    launched: list[Any]
+    compiled: list[Any]
 
     def take(self) -> list[Any]:
-        """All launches so far, in order, and empties the log. A pass is either new or replayed."""
-        taken = [*self.new, *self.replayed]
-        self.new.clear()
-        self.replayed.clear()
+        """All launches so far; empties the log."""
+        taken = [*self.launched]
+        self.launched.clear()
+        self.compiled.clear()
         return taken
 
 
 def note_launches(function: JITFunction, log: Log) -> Any:
-    """A stand-in for a kernel that notes its launches."""
-    return Function(function, *log)
+    """A stand-in for a kernel that notes its launches, through Triton or not."""
+    return Function(function, log.launched, log.launched, log.compiled)
 
 
 @contextlib.contextmanager

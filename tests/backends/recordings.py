@@ -40,32 +40,39 @@ class Compiled:
 
 
 class Noted(tuple):
-    """A launch, with what it was given: while a log keeps it, no other tensor is allocated where a temporary one lay."""
+    """A launch, with what it was given: while a log keeps it, no other tensor is allocated where a temporary one lay. `is_launch`: whether
+    Triton launches it; else it compiles it alone."""
 
     given: tuple
+    is_launch: bool
 
 
 class Function:
-    """Stands in for a kernel: notes what Triton is given, and compiles to a `Compiled`. Options such as num_warps follow the arguments."""
+    """Stands in for a kernel: notes what Triton is given to launch or to compile, and compiles to a `Compiled`, which notes its launches.
+    Options such as num_warps follow the arguments. `asked`: what Triton is given to compile alone, in `worked_out` unless it is given."""
 
-    def __init__(self, function, worked_out, launched):
+    def __init__(self, function, worked_out, launched, asked=None):
         self.signature, self.name = function.signature, function.__name__
         self.worked_out, self.launched, self.compiled = worked_out, launched, {}
+        self.asked = worked_out if asked is None else asked
 
     def __getitem__(self, grid):
-        def run(*args, **options):
-            assert_plain((grid, args))
-            bound = self.signature.bind(*args)
-            bound.apply_defaults()
-            chosen = tuple(sorted(options.items()))
-            noted = Noted((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values())) + chosen))
-            noted.given = args
-            self.worked_out.append(noted)
-            if chosen not in self.compiled:
-                self.compiled[chosen] = Compiled(self.name, self.launched, len(self.signature.parameters), chosen)
-            return self.compiled[chosen]
+        return lambda *args, **options: self.noted(self.worked_out, grid, args, options, is_launch=True)
 
-        return run
+    def warmup(self, *args, grid, **options):
+        return self.noted(self.asked, grid, args, options, is_launch=False)
+
+    def noted(self, log, grid, args, options, *, is_launch):
+        assert_plain((grid, args))
+        bound = self.signature.bind(*args)
+        bound.apply_defaults()
+        chosen = tuple(sorted(options.items()))
+        noted = Noted((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values())) + chosen))
+        noted.given, noted.is_launch = args, is_launch
+        log.append(noted)
+        if chosen not in self.compiled:
+            self.compiled[chosen] = Compiled(self.name, self.launched, len(self.signature.parameters), chosen)
+        return self.compiled[chosen]
 
 
 def is_described(value):

@@ -224,11 +224,12 @@ def test_what_is_kept_is_kept_after_the_launches_that_fill_it(events):
     assert events[-1] == "at once"
 
 
-def test_a_template_launches_what_waits(events):
+def test_a_finished_pass_launches_what_waits(events):
     with compile_in_parallel():
         recorder = Recorder((), None)
         recorder.launch(first_kernel, (1,), torch.zeros(16), 1, num_warps=1)
-        recorder.template()
+        recorder.finish((0, 0))
+        assert recorder.built is None
         assert events[-1] == ("launch", "first_kernel")
 
 

@@ -29,7 +29,17 @@ from foci.backends.contract import Unbuildable
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, async_compile_mode, release
 
-__all__ = ["Waiting", "after_launches", "compile_and_launch", "compile_in_parallel", "is_new", "launch_ahead", "launch_waiting", "waiting"]
+__all__ = [
+    "Waiting",
+    "after_launches",
+    "compile_and_launch",
+    "compile_and_load",
+    "compile_in_parallel",
+    "is_new",
+    "launch_ahead",
+    "launch_waiting",
+    "waiting",
+]
 
 
 class Waiting(NamedTuple):
@@ -63,15 +73,34 @@ def compile_and_launch(function: Any, grid: tuple[int, ...], args: tuple[Any, ..
     Raises:
         Unbuildable: if a release of Triton that foci was not tested with does not compile it. Errors of tested releases pass through.
     """
+    return _built(function, args, options, lambda: function[grid](*args, **COMPILE_OPTIONS, **options))
+
+
+def compile_and_load(function: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any | None:
+    """Compile the kernel for these arguments, unless it is known, and load it. None in Triton's interpreter, which compiles nothing.
+
+    Raises:
+        Unbuildable: as `compile_and_launch`.
+    """
+
+    def load() -> Any | None:
+        compiled = function.warmup(*args, grid=grid, **COMPILE_OPTIONS, **options)
+        return compiled if getattr(compiled, "run", None) is not None else None  # asking for `run` loads it
+
+    return _built(function, args, options, load)
+
+
+def _built(function: Any, args: tuple[Any, ...], options: dict[str, Any], build: Callable[[], Any]) -> Any:
+    """What `build` returns. With an untested release of Triton, errors of the compiler are raised as `Unbuildable`."""
     if release() in TESTED or not isinstance(function, JITFunction):
-        return function[grid](*args, **COMPILE_OPTIONS, **options)
+        return build()
     kind = Waiting(function, args, options, _nothing).kind
     if kind not in _uncompiled:
         try:
-            return function[grid](*args, **COMPILE_OPTIONS, **options)
+            return build()
         except Exception as error:
             try:
-                function.warmup(*args, grid=grid, **COMPILE_OPTIONS, **options)
+                function.warmup(*args, grid=(1,), **COMPILE_OPTIONS, **options)
             except Exception as again:
                 said = str(getattr(again, "error_message", None) or again)  # a CompilationError's text begins with a place
                 lines = [*filter(str.strip, said.splitlines()), "no message"]

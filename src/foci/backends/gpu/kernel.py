@@ -88,11 +88,11 @@ class GpuKernel(KnownPasses):
         recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
             results = self.forward_pass.launch(operands, sequences, recorder)
+            recorder.finish(tokens)
             precompile_backward(self, operands, sequences, results)
-        if key is not None and (template := recorder.template()) is not None:
-            made = template.as_recorded(tokens)
-            keep_pass(key, sequences, self.builder.read_by_masks(operands), made)
-            self.know(operands, sequences, made)
+        if key is not None and (built := recorder.built) is not None:
+            keep_pass(key, sequences, self.builder.read_by_masks(operands), built)
+            self.know(operands, sequences, built)
         return results
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
@@ -109,7 +109,7 @@ class GpuKernel(KnownPasses):
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        # other gradients of captured tensors take torch operations between launches, which are not recorded
+        # other gradients of captured tensors take torch operations between launches, which no launch list holds
         learned = find_query_tile_bias(self.builder, operands) if self.builder.problem.capture_grads.count(True) == 1 else None
         is_noted = flow is None and (learned is not None or not self.learns)
         key = self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4]) if is_noted else None
@@ -125,11 +125,11 @@ class GpuKernel(KnownPasses):
         recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
         with nullcontext() if self.learns else compile_in_parallel():
             made, captures = self.backward_pass.launch(operands, given, sequences, recorder, flow)
-        if key is not None and (template := recorder.template()) is not None:
-            noted = template.as_recorded(tokens)
-            keep_pass(key, sequences, self.builder.read_by_masks(operands), noted)
+            recorder.finish(tokens)
+        if key is not None and (built := recorder.built) is not None:
+            keep_pass(key, sequences, self.builder.read_by_masks(operands), built)
             if learned is None:
-                self.know(operands, sequences, noted, given)
+                self.know(operands, sequences, built, given)
         return add_row_gradients(self._gradients(operands, made, captures), self.builder.problem, operands, results.lse, grad_lse)
 
     def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:

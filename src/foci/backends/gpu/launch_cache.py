@@ -1,6 +1,6 @@
 """Cache of launch lists: their keys, where they are stored, and how a kernel repeats one.
 
-A launch list ("pass") is recorded at the first call and repeated at later calls with the same key.
+A launch list ("pass") is built at the first call with a key, and run at this and every later one.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from foci.backends.contract import Given, Inputs
 from foci.backends.gpu.compiling import is_new, launch_ahead
 from foci.backends.gpu.recorder import Recorder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
+from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.problem import Operands, Results
 
@@ -24,7 +25,7 @@ __all__ = ["precompile_backward"]
 
 
 class _PrecompileRecorder(Recorder):
-    """Records a pass that has not begun: its tensors take no memory, and it launches and keeps nothing."""
+    """Compiles the kernels of a pass that has not begun: its tensors take no memory, and it launches and keeps nothing."""
 
     is_ahead = True
 
@@ -40,10 +41,13 @@ class _PrecompileRecorder(Recorder):
         return _PrecompileRecorder()
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
-        """Notes what will be launched."""
+        """Compile a kernel that will be launched."""
         plain = plain_arguments(args)
         fill_cache_keys((function, *plain))
         launch_ahead(function, plain, options)
+
+    def finish(self, tokens: Tokens) -> None:
+        """Nothing is run."""
 
 
 def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequences, results: Results) -> None:

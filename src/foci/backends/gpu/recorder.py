@@ -1,7 +1,7 @@
-"""Records the launches of a forward or backward pass, so that a later call of the same geometry repeats them without the host's work.
+"""Builds the launch list of a forward or backward pass, so that a later call of the same geometry runs it without the host's work.
 
-Launches depend on shapes, strides, numbers and the plan, not on addresses. A `Recorder` launches kernels and records them with their
-arguments, as a `foci.backends.gpu.launch_program.Template`.
+Launches depend on shapes, strides, numbers and the plan, not on addresses. A `Recorder` compiles kernels and keeps them with their
+arguments, as a `foci.backends.gpu.launch_program.Template`, which the first call and every later one run.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import copy
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
-from foci.backends.gpu.compiling import Waiting, compile_and_launch, launch_waiting, waiting
+from foci.backends.gpu.compiling import Waiting, after_launches, compile_and_launch, compile_and_load, launch_waiting, waiting
 from foci.backends.gpu.kernel_args import Config, Strides
 from foci.backends.gpu.launch_program import (
     Arguments,
@@ -25,13 +25,15 @@ from foci.backends.gpu.launch_program import (
     Launch,
     Maps,
     New,
+    Recording,
     Source,
     Template,
     Tiles,
     late_counts,
     sequence_address,
 )
-from foci.backends.gpu.symbolic_tokens import Count
+from foci.backends.gpu.stream_state import tensor_addresses
+from foci.backends.gpu.symbolic_tokens import Count, Tokens
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.compat.triton import bottom_of
 
@@ -83,12 +85,24 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | 
     return Launch(bottom.run, arguments.after((*place, *bottom.settings)), compiled=compiled)
 
 
+class _Pending(NamedTuple):
+    """A launch through Triton, in numbers and tensors. It is needed only if the rest of the pass turns out not to be repeatable."""
+
+    function: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
 class Recorder:
-    """Runs a pass and records it.
+    """Builds the launch list of a pass, and runs it once, on the tensors that it was built with.
+
+    Nothing is launched before `finish`: the first run launches what every later run does. A pass that cannot be repeated is launched
+    through Triton instead, kernel by kernel.
 
     Args:
         inputs: the input tensors of the pass; None for an absent one.
-        stream: the result of `current_stream`; None to record nothing.
+        stream: the result of `current_stream`; None for a pass that cannot be repeated.
 
     Attributes:
         is_ahead: whether kernels are only compiled, for a pass to come (`precompile_backward`).
@@ -103,6 +117,8 @@ class Recorder:
         self._kept: list[Tensor | None] = []
         self._sources: list[Source | None] = []
         self._launches: list[Launch] | None = None if stream is None else []
+        self._pending: list[_Pending] = []
+        self._built: Recording | None = None
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Allocate an uninitialised tensor on the device of `like`; each run allocates its own."""
@@ -129,46 +145,71 @@ class Recorder:
         self._sources.append(source)
 
     def another(self, inputs: Inputs, stream: int | None) -> Recorder:
-        """Return a recorder for launches that precede the pass and are recorded by themselves."""
+        """Return a recorder for launches that precede the pass and make a launch list of their own."""
         return Recorder(inputs, stream)
 
     def forget(self) -> None:
-        """Record nothing: the pass does something that cannot be repeated."""
-        self._launches = None
+        """Build no launch list: the pass does something that cannot be repeated."""
+        self._launch_pending()
 
     def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
-        """Launch a kernel and record it. Within `compile_in_parallel` it waits until all kernels are compiled. `between`: see `Launch`."""
+        """Add a launch. Within `compile_in_parallel` it waits until all kernels are compiled. `between`: see `Launch`."""
         plain, queue = plain_arguments(args), waiting()
         fill_cache_keys((function, *plain))
-        run = functools.partial(self._launch, function, grid, args, plain, options, between)
+        run = functools.partial(self._add, _Pending(function, _plain(grid), plain, options), grid, args, between)
         if queue is None:
             run()
         else:
             queue.append(Waiting(function, plain, options, run))
 
-    def _launch(
-        self, function: Any, grid: tuple[int, ...], args: tuple[Any, ...], plain: tuple[Any, ...], options: Any, between: bool
-    ) -> None:
-        compiled = compile_and_launch(function, tuple(map(int, grid)), plain, options)
-        if self._launches is None or not hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-            self._launches = None
+    def _add(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...], between: bool) -> None:
+        made = None if self._launches is None else self._made_of(launch, grid, args)
+        if self._launches is None or made is None:
+            self._launch_pending()
+            compile_and_launch(*launch)
             return
+        self._pending.append(launch)
+        self._launches.append(made._replace(between=between))
+
+    def _made_of(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
+        """The launch as it is repeated: the compiled kernel, with places for tensors and `Count`s among grid and arguments. None if it
+        cannot be."""
+        compiled = compile_and_load(*launch)
+        if compiled is None:
+            return None
         try:
-            noted = self._noted((*args, *_defaults(function, len(args))))
+            noted = self._noted((*args, *_defaults(launch.function, len(args))))
         except _UnknownTensor:
-            self._launches = None
-            return
+            return None
         place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
         whole = noted.after((*place, compiled.packed_metadata, *_UNWATCHED))
-        launch = direct(compiled, place, noted) or Launch(compiled.run, whole, compiled=compiled)
-        self._launches.append(launch._replace(between=between))
+        return direct(compiled, place, noted) or Launch(compiled.run, whole, compiled=compiled)
 
-    def template(self) -> Template | None:
-        """Return the recorded launches, None if they cannot be repeated."""
+    def _launch_pending(self) -> None:
+        """Launch what waits through Triton, and build no launch list."""
+        self._launches = None
+        while self._pending:
+            compile_and_launch(*self._pending.pop(0))
+
+    def finish(self, tokens: Tokens) -> None:
+        """Run the launches on the tensors that they were built with, once all kernels are compiled."""
+        after_launches(functools.partial(self._run, (int(tokens[0]), int(tokens[1]))))
+
+    def _run(self, tokens: Tokens) -> None:
+        if not self._launches:
+            self._launch_pending()
+            return
+        self._pending.clear()
+        self._built = Template(self._launches, self._made, self._kept, self._sources).as_recorded(tokens)
+        self._built.launch(tensor_addresses(self._tensors), list(self._tensors))
+
+    @property
+    def built(self) -> Recording | None:
+        """The launch list of a finished pass; None if it cannot be repeated."""
         queue = waiting()
         if queue:
             launch_waiting(queue)
-        return None if not self._launches else Template(self._launches, self._made, self._kept, self._sources)
+        return self._built
 
     def _noted(self, args: tuple[Any, ...]) -> Arguments:
         noted = Arguments(list(args), [], [], [], late_counts(args))

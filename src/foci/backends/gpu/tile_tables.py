@@ -146,7 +146,7 @@ def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Callable[[Recorder], list[Tensor]]) -> list[Tensor]:
-    """Run `way` on the inputs; from the second time on, repeat its launches for any number of tokens."""
+    """Run the launch list that `way` builds for the inputs, or that it built before, for any number of tokens."""
     first = inputs[0]
     assert first is not None
     stream, places = free_stream(first), tensor_addresses(inputs)
@@ -159,7 +159,9 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
         return known.run(inputs, places)
     recorder = Recorder(inputs, stream)
     made = way(recorder)
-    _template_cache.add(key, (), recorder.template())
+    recorder.finish(tokens)
+    built = recorder.built
+    _template_cache.add(key, (), None if built is None else built.template)
     return made
 
 
@@ -261,8 +263,10 @@ def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known
             read = builder.read_by_masks(operands)
             after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
     found = _list(call, tasks, grid, classes, visits, recorder)
-    template = None if builder.mask_slots or tasks.source is None else recorder.template()
-    return found if template is None else replace(found, source=functools.partial(_listed, tasks, template))
+    if recorder is not call.recorder:
+        recorder.finish((call.rows, call.columns))
+    built = None if builder.mask_slots or tasks.source is None else recorder.built
+    return found if built is None else replace(found, source=functools.partial(_listed, tasks, built.template))
 
 
 def _listed(tasks: _Tasks, template: Template, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:

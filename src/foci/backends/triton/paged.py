@@ -37,7 +37,7 @@ _PROGRAMS: Final = 1056
 
 
 class _Joined(Recorder):
-    """Records a decode together with the kernels that build its tile table, since lengths differ from call to call."""
+    """Builds one launch list of a decode and the kernels that build its tile table, since lengths differ from call to call."""
 
     def another(self, inputs: Inputs, stream: int | None) -> Recorder:
         return self
@@ -73,11 +73,11 @@ class PagedKernel:
         recorder = _Joined(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
             results = self._decode(operands, recorder)
-        if key is not None and (template := recorder.template()) is not None:
-            made = template.as_recorded(tokens)
-            keep_pass(key, whole, (), made)
+            recorder.finish(tokens)
+        if key is not None and (built := recorder.built) is not None:
+            keep_pass(key, whole, (), built)
             if stays:
-                kernel.know(operands, whole, made)
+                kernel.know(operands, whole, built)
         return results
 
     def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
@@ -85,7 +85,7 @@ class PagedKernel:
         return self.native.forward_again(geometry, inputs, offsets, 3)
 
     def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """None: the backward gathers pages first, which is not recorded."""
+        """None: the backward gathers pages first, which no launch list holds."""
         return None
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
