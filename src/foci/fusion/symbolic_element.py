@@ -40,7 +40,7 @@ from foci.fusion.narrow import may_wrap
 from foci.fusion.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
-from foci.ir.ops import LEAVES, apply, cast
+from foci.ir.ops import LEAVES, OPS, apply, cast
 from foci.ir.rewrite import rewrite
 from foci.ir.simplify import simplify
 from foci.ir.torch_functions import TORCH_FUNCTIONS
@@ -59,9 +59,8 @@ POINTWISE: Final = frozenset((
 ))  # fmt: skip
 # Worth a word only where the score itself takes part; of other values the result is captured, as exact as it was.
 _OF_SCORES: Final = frozenset((
-    "tanh", "sigmoid", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "pow", "float_power", "erf", "gelu", "silu",
-    "softplus", "logsigmoid", "leaky_relu", "elu", "softsign", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh",
-    "hardtanh", "relu6", "fmod", "logaddexp", "hypot", "addcdiv", "tanhshrink", "erfc",
+    *(name for name in OPS if name in TORCH_FUNCTIONS and name not in POINTWISE), "float_power", "gelu", "silu", "softplus", "logsigmoid",
+    "leaky_relu", "elu", "softsign", "hardtanh", "relu6", "logaddexp", "hypot", "addcdiv", "tanhshrink", "erfc",
 ))  # fmt: skip
 
 # What a search upward from a softmax may pass on its way to the product.

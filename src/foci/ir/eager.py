@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foci.ir.emit import OpSpelling, Reduction, Spelling, emit
 from foci.ir.expr import DType, Expr, axis
-from foci.ir.ops import LEAVES
+from foci.ir.ops import LEAVES, OPS
 from foci.ir.rewrite import reduction
 
 __all__ = ["SPELLING", "Env", "evaluate", "source"]
@@ -169,15 +169,11 @@ def _floordiv(e: Expr, operands: tuple[str, ...]) -> str:
 
 
 _OPS: Final[Mapping[str, OpSpelling]] = {
+    **{name: _call(f"torch.{name}") for name in OPS if hasattr(torch, name)},
     **{name: _infix(sign) for name, sign in (
         ("add", "+"), ("sub", "-"), ("mul", "*"), ("mod", "%"), ("pow", "**"),
         ("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("and", "&"), ("or", "|"), ("xor", "^"), ("shl", "<<"), ("shr", ">>"),
     )},
-    **{name: _call(f"torch.{name}") for name in (
-        "abs", "sign", "floor", "ceil", "round", "trunc", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos",
-        "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "sigmoid", "erf", "isnan", "isinf",
-    )},
-    "neg": _call("torch.neg"),
     "div": _call("torch.div", numbers=(1,)),  # number / tensor would multiply by the reciprocal, and round twice
     "floordiv": _floordiv,
     "not": _call("torch.bitwise_not"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from foci.ir.decompose import DECOMPOSITIONS
 from foci.ir.expr import Expr, axis
 from foci.ir.ops import OPS
 from foci.ir.rewrite import canonical_levels, rebuild, reduction
@@ -118,7 +117,7 @@ def _decompose(expr: Expr, ops: Collection[str], within: tuple[str, ...]) -> Exp
     for e in expr.walk():
         here = rebuild(e, tuple([done[arg] for arg in e.args]))
         if here.op in OPS and here.op not in ops:
-            rule = DECOMPOSITIONS.get(here.op)
+            rule = OPS[here.op].decomposed
             if rule is None or here.op in within:  # exp by exp2 by exp
                 wanted = (*within, here.op)[0]
                 raise UnsupportedOperation(f"operation {wanted!r} has neither a spelling in this language nor a decomposition")

@@ -17,7 +17,7 @@ from foci.ir import expr as ir
 from foci.ir.elementwise import elementwise, pointwise
 from foci.ir.expr import DType, Expr
 from foci.ir.narrow import is_narrow, wrap
-from foci.ir.ops import apply, cast, round_to
+from foci.ir.ops import OPS, apply, cast, round_to
 from foci.ir.rewrite import substitute
 from foci.ir.trace import Symbol, TraceError, element_dtype
 from foci.ir.user_lines import complaint
@@ -416,13 +416,8 @@ def _reshape(x: Symbol, *shape: Any) -> Symbol:
     )
 
 
-def _unary(names: str) -> dict[str, TorchFunction]:
-    return {name: _op(name) for name in names.split()}
-
-
 TORCH_FUNCTIONS: Final[dict[str, TorchFunction]] = {
-    **_unary("neg abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh"),
-    **_unary("sigmoid erf isnan isinf eq ne lt le fmod atan2"),
+    **{name: _op(name) for name in OPS if hasattr(torch, name)},
     "floor": _whole("floor"), "ceil": _whole("ceil"), "trunc": _whole("trunc"), "fix": _whole("trunc"),
     "negative": _op("neg"), "absolute": _op("abs"), "sgn": _op("sign"), "expit": _op("sigmoid"),
     "arcsin": _op("asin"), "arccos": _op("acos"), "arctan": _op("atan"), "arctan2": _op("atan2"),

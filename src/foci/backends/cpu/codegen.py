@@ -1,6 +1,6 @@
 """C++ code generation from expressions: for scalars and vectors alike, and for intervals.
 
-Every operation is a function of `functions.h`, overloaded for scalars and for vectors of the native width. A scalar that
+An operation is a function of `functions.h`, overloaded for scalars and for vectors of the native width. A scalar that
 meets a vector is widened first. Over intervals each value is a `Range` of `interval.h`.
 """
 
@@ -56,11 +56,17 @@ def _widened(args: Sequence[Expr], operands: Sequence[str]) -> tuple[str, ...]:
     return tuple(text if vector else f"wide({text})" for text, vector in zip(operands, vectors, strict=True))
 
 
-_NAMES: Final = {
+_FUNCTIONS: Final = {
+    **{name: name for name in (
+        "add", "sub", "mul", "div", "fmod", "sign", "floor", "ceil", "round", "trunc", "exp", "exp2", "expm1", "log", "log2", "log1p",
+        "sqrt", "rsqrt", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "sigmoid", "erf", "eq", "ne",
+        "lt", "le",
+    )},
     "floordiv": "floor_divide", "mod": "floor_modulo", "pow": "power", "min": "least", "max": "greatest", "abs": "absolute",
     "neg": "negative", "and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not", "shl": "shift_left",
     "shr": "shift_right", "where": "choose", "isnan": "is_nan", "isinf": "is_inf",
 }  # fmt: skip
+"""The functions of `functions.h`, by operation. An operation without one is decomposed."""
 
 
 def _call(name: str) -> OpSpelling:
@@ -86,7 +92,7 @@ def _by_power_of_two(name: str, shifted: str) -> OpSpelling:
 
 
 _OPS: Final[dict[str, OpSpelling]] = {
-    **{name: _call(_NAMES.get(name, name)) for name in OPS},
+    **{name: _call(function) for name, function in _FUNCTIONS.items()},
     "floordiv": _by_power_of_two("floor_divide", "divide_power"),
     "mod": _by_power_of_two("floor_modulo", "modulo_power"),
 }
