@@ -98,7 +98,7 @@ def observe() -> Iterator[Log]:
     """Records every attention call of the process while it is open.
 
     Yields:
-        A `Log`: `log.calls` has the problem, the backend that ran and why others did not.
+        A `Log`, whose `calls` have the problem, the backend that ran and why others did not.
 
     Example:
         >>> import foci, torch

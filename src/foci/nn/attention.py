@@ -125,7 +125,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return_aux: a `foci.AuxRequest`: row statistics instead of weights.
 
         Returns:
-            The output in the query's layout, and: weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
+            The output in the query's layout, and weights [B, L, S], or [B, H, L, S] if not averaged, before dropout; or
             None; or with return_aux a `foci.AuxOutput`. Unbatched ones without B. Weights of nested inputs and of tokens are padded with
             zeros, to the longest, or to a bound of it under torch.compile; row statistics are nested, or [H, T] of tokens.
 

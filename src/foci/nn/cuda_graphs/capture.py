@@ -73,10 +73,9 @@ def capture(model: Model, *, sizes: Sequence[int] | None = None, limit: int = 64
         limit: graphs kept for each of them; the one that was not used for longest goes.
 
     Returns:
-        The model. Its modules raise, when called:
-        ValueError: for tensors that are not on a CUDA device, a cache, masks that require grad, unbatched inputs, submodules with
-        hooks, or more tokens than `sizes` go to.
-        RuntimeError: for attention that waits for the device; for a second backward of one forward.
+        The model. When called, its modules raise ValueError for tensors that are not on a CUDA device, a cache, masks that require grad,
+        unbatched inputs, submodules with hooks, or more tokens than `sizes` go to, and RuntimeError for attention that waits for the
+        device and for a second backward of one forward.
 
     Raises:
         TypeError: for a model that is no module, or sizes that are no sequence.
