@@ -3,12 +3,12 @@
     python benchmarks/cpu_attention.py                   # every group
     python benchmarks/cpu_attention.py dense masked      # some of them
     python benchmarks/cpu_attention.py --clock thread    # CPU time of one thread, for a machine that others use too
-    python benchmarks/cpu_attention.py --report benchmarks/results/cpu_attention.jsonl docs/cpu.md docs/cpu.png
+    python benchmarks/cpu_attention.py --report benchmarks/results/cpu_attention.jsonl docs/cpu.md
 
 Groups: dense, masked, functions (against torch.compile(flex_attention)), decode, small, jagged, memory, start. Each round
 times one side and then the other; `ratio` is the median over rounds of peer / foci, so above 1 foci is faster, and
 `ratio_of_minima` that of the fastest rounds. `load` is the machine's load average when the line was made: on a busy
-machine only ratios mean something. `--report` draws the ratios and writes them between the marks of the page; of a
+machine only ratios mean something. `--report` writes the ratios between the marks of the page; of a
 file with several runs, one after another, the medians.
 """
 
@@ -365,11 +365,10 @@ def _cells(line: dict[str, object]) -> str:
     return f"{mark}{line['ratio']:.2f}{mark} ({line['ratio_of_minima']:.2f}) | {line['target']}"
 
 
-def report(source: Path, page: Path, picture: Path) -> None:
+def report(source: Path, page: Path) -> None:
     """Draws the ratios and writes the tables into the page."""
     lines, runs = results(source)
     ratios = [line for line in lines if "ratio" in line]
-    plot(ratios, picture)
     last, loads = ratios[-1], [line["load"] for line in ratios]
     clock_words = "CPU time of one thread" if last["clock"] == "thread" else f"wall time, {last['threads']} threads"
     parts = [
@@ -393,33 +392,11 @@ def report(source: Path, page: Path, picture: Path) -> None:
     page.write_text(f"{before}<!-- results -->\n{chr(10).join(parts)}\n<!-- end of results -->\n{after}")
 
 
-def plot(lines: list[dict[str, object]], to: Path) -> None:
-    """Bars of the ratios."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    labels = [f"{line['case']}  {line['dtype']}  {line['direction']}" for line in lines]
-    figure, axes = plt.subplots(figsize=(10, 0.16 * len(lines) + 1))
-    reached = [line["ratio"] >= line["target"] for line in lines]
-    axes.barh(range(len(lines)), [line["ratio"] for line in lines], color=["tab:blue" if ok else "tab:orange" for ok in reached])
-    axes.scatter([line["target"] for line in lines], range(len(lines)), marker="|", color="black", label="target")
-    axes.set_yticks(range(len(lines)), labels, fontsize=6)
-    axes.axvline(1.0, color="gray", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of the peer / time of foci")
-    axes.legend()
-    axes.margins(y=0.005)
-    figure.tight_layout()
-    figure.savefig(to, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", help="of " + ", ".join((*GROUPS, *SINGLE)))
     parser.add_argument("--clock", choices=("wall", "thread"), default="wall", help="thread: of one thread alone")
-    parser.add_argument("--report", nargs=3, metavar=("RESULTS", "PAGE", "PNG"), type=Path)
+    parser.add_argument("--report", nargs=2, metavar=("RESULTS", "PAGE"), type=Path)
     chosen = parser.parse_args()
     if chosen.report:
         report(*chosen.report)

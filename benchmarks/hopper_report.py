@@ -6,6 +6,7 @@ python benchmarks/hopper_report.py
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, Final
 
 from pages import DOCS, PEERS, fill, markdown, results
@@ -58,28 +59,33 @@ def _beside(line: dict[str, Any] | None, name: str) -> str:
 
 
 def draw() -> None:
-    """docs/hopper-sizes.png: how many times as long cuDNN takes, by length of keys, head dim and mask."""
-    import matplotlib.pyplot as plt
+    """docs/hopper-sizes.png: how many times as long cuDNN takes, by head dim; a dot is a problem, a bar their median."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     lines = results("dense_sizes")
     dims = sorted({_dim(line) for line in lines})
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
     for panel, name in zip(panels, ("forward", "backward"), strict=True):
-        for causal, marker in ((False, "o"), (True, "^")):
+        for causal, shift, color in ((False, -0.18, "#2f6f9f"), (True, 0.18, "#f2a65a")):
             for at, dim in enumerate(dims):
                 chosen = [line for line in lines if line["causal"] == causal and _dim(line) == dim and f"{name}_cudnn_us" in line]
                 ratios = [line[f"{name}_cudnn_us"] / line[f"{name}_foci_us"] for line in chosen]
-                keys = [int(line["shape"].split(",")[2].split("x")[-1]) for line in chosen]
-                label = f"heads of {dim}" if name == "forward" and not causal else None
-                panel.scatter(keys, ratios, color=f"C{at}", marker=marker, s=30, label=label)
-        panel.axhline(1, color="black", linewidth=0.8)
-        panel.set(title=name, xlabel="keys")
-        panel.set_xscale("log", base=2)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("time of cuDNN / time of foci")
-    figure.legend(loc="outside right upper", title="o no mask, ^ causal")
-    figure.suptitle(f"{lines[0]['device']}, torch {lines[0]['torch']}, bfloat16, commit {lines[0]['commit']}", fontsize=9)
-    figure.savefig(DOCS / "hopper-sizes.png", dpi=110)
+                if ratios:
+                    label = ("causal" if causal else "no mask") if name == "forward" and at == 0 else None
+                    panel.scatter([at + shift] * len(ratios), ratios, color=color, s=16, label=label, zorder=3)
+                    panel.hlines(statistics.median(ratios), at + shift - 0.16, at + shift + 0.16, color=color, linewidth=2, zorder=3)
+        panel.axhline(1, color="#555555", linewidth=1)
+        panel.set_xticks(range(len(dims)), [str(dim) for dim in dims])
+        panel.set(title=name, xlabel="head dim of queries and keys")
+        panel.grid(axis="y", color="#dddddd")
+    panels[0].set_ylabel("time of cuDNN / time of foci      foci faster →")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    about = lines[0]
+    figure.suptitle(f"{about['device']}, torch {about['torch']}, triton {about['triton']}, bfloat16, commit {about['commit']}", fontsize=10)
+    figure.savefig(DOCS / "hopper-sizes.png")
 
 
 def _dim(line: dict[str, Any]) -> int:

@@ -1,14 +1,10 @@
-"""Writes docs/benchmarks.md and its plot from benchmarks/results/{blocked_cpu,overhead,block_mask}.jsonl.
+"""Writes docs/benchmarks.md from benchmarks/results/{blocked_cpu,overhead,block_mask}.jsonl.
 
 python benchmarks/report.py
 """
 
 from __future__ import annotations
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 from pages import DOCS, markdown, results
 
 Row = dict[str, object]
@@ -28,34 +24,13 @@ def _pivot(rows: list[Row], mask: str, direction: str, value: str) -> str:
     return markdown(["S", *names], [[n, *(found.get((n, name), "") for name in names)] for n in lengths])
 
 
-def _plot(rows: list[Row]) -> None:
-    masks = list(dict.fromkeys(str(r["mask"]) for r in rows))
-    figure, axes = plt.subplots(2, len(masks), figsize=(4 * len(masks), 7), sharex=True, constrained_layout=True)
-    for column, mask in enumerate(masks):
-        for line, (value, label) in enumerate((("ms", "time, ms"), ("peak_mb", "peak memory over inputs, MB"))):
-            axis = axes[line, column]
-            for name in dict.fromkeys(str(r["implementation"]) for r in rows):
-                points = [r for r in rows if (r["mask"], r["implementation"], r["direction"]) == (mask, name, "forward+backward")]
-                points = points or [r for r in rows if (r["mask"], r["implementation"], r["direction"]) == (mask, name, "forward")]
-                style = "-" if points and points[0]["direction"] == "forward+backward" else "--"
-                axis.plot([r["length"] for r in points], [r[value] for r in points], style, marker="o", markersize=3, label=name)
-            axis.set(xscale="log", yscale="log", title=f"mask: {mask}" if line == 0 else None, ylabel=label if column == 0 else None)
-            axis.grid(alpha=0.3)
-    axes[1, 0].set_xlabel("S")
-    axes[0, 0].legend(fontsize=8)
-    figure.suptitle("forward and backward (dashed: forward only), 1 head of 64, float32, CPU")
-    figure.savefig(DOCS / "blocked-cpu.png", dpi=110)
-
-
 def main() -> None:
     parts = ["# Benchmarks of what runs everywhere\n", "Made by `benchmarks/report.py` from `benchmarks/results/`.\n"]
     blocked, overhead, masks = results("blocked_cpu"), results("overhead"), results("block_mask")
     if blocked:
-        _plot(blocked)
         parts += [
             "## The blocked backend on the CPU\n",
             _where(blocked) + " 1 head of 64, float32, medians; other programs ran on the machine.\n",
-            "![time and memory](blocked-cpu.png)\n",
         ]
         if blocked[-1]["commit"] == "bfe10f9":
             parts += [

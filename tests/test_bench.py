@@ -252,3 +252,9 @@ def test_wrong_names_are_named(options, words):
     done = CliRunner().invoke(app, ["bench", *options], env={"COLUMNS": "300", "TERM": "dumb"})
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_a_picture_names_every_peer():
+    from foci.cli.bench.report import _NAMES
+
+    assert {name.lower() for name in calls.PEERS} <= set(_NAMES)

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from rich.table import Table
 
 from foci.cli.bench.measure import Line
 
 __all__ = ["draw", "summary", "table"]
+
+_NAMES: Final = {
+    "sdpa": "torch SDPA",
+    "flash": "torch FLASH",
+    "cudnn": "cuDNN",
+    "efficient": "torch EFFICIENT",
+    "math": "torch MATH",
+    "flex": "FlexAttention, compiled",
+    "fa4": "FlashAttention-4",
+    "varlen": "torch varlen_attn",
+    "nested": "torch SDPA of a NestedTensor",
+}
+"""Peers as a picture names them, by what results call them in small letters."""
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
@@ -82,7 +96,13 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> None:
             points = [(pair[side], rows.index((line.case, line.sizes))) for line, pair in found if line.who == name]
             points = [(x, y) for x, y in points if x is not None]
             axis.scatter(
-                [x for x, _ in points], [y for _, y in points], s=34, label=name, color=f"C{i}", marker="osD^vP*X"[i % 8], zorder=3
+                [x for x, _ in points],
+                [y for _, y in points],
+                s=34,
+                label=_NAMES.get(name.lower(), name),
+                color=f"C{i}",
+                marker="osD^vP*X"[i % 8],
+                zorder=3,
             )
         axis.axvline(1.0, color="#555555", linewidth=1)
         axis.set_xscale("log")
@@ -92,11 +112,11 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> None:
         axis.minorticks_off()
         axis.grid(axis="x", color="#dddddd")
         axis.set_title(direction)
-        axis.set_xlabel("time of the peer / time of foci")
+        axis.set_xlabel("time of the peer / time of foci        foci faster →")
     axes[0].set_yticks(range(len(rows)), [f"{case}  {sizes}" for case, sizes in rows], fontsize=8)
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path)
 
