@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
+.PHONY: help venv wheel hub resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,12 @@ wheel: $(STAMP) ## sdist and wheel in dist/, tried in a new environment with tor
 	.wheel/bin/python -m pip install --quiet $(TORCH)
 	.wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd .wheel && bin/python ../tests/try_wheel.py
+
+# Without site (-S) the environment's packages are there and foci, which is linked into them, is not.
+hub: $(STAMP) ## build for the kernels library in kernels_hub/dist, tried without foci
+	$(BIN)/python kernels_hub/build.py kernels_hub/dist
+	PYTHONPATH=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") $(BIN)/python -S \
+		kernels_hub/try_build.py kernels_hub/dist
 
 docs: $(STAMP) ## the examples in README.md, docs/, notebooks and docstrings
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docstrings.py tests/test_notebooks.py $(ARGS)
