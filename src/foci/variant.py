@@ -110,7 +110,7 @@ class Mask(_Recorded):
     """Which keys a query attends to, as a value: `function(b, h, q_idx, kv_idx)`, true where it does.
 
     Masks compose: `&` keeps what both keep, `|` what either keeps, `~` the opposite. The other operand may be a
-    function as well.
+    function as well. Python has no `&` of two plain functions: write `foci.and_masks(f, g)`, or `foci.Mask(f) & g`.
 
     Args:
         function: of four 0-d integers; pointwise torch functions, comparisons, boolean logic, indexing of captured
