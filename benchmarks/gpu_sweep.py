@@ -23,8 +23,8 @@ from foci import masks, scores
 from foci.backends.contract import Given, Plan
 from foci.backends.gpu.architectures import find
 from foci.backends.gpu.kernel import GpuKernel
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.portable_passes import PortableBackward
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule, shared_bytes
 from foci.backends.gpu.tile_tables import operand_sequences
 from foci.backends.triton.kernel import build_kernel
@@ -100,9 +100,9 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
     grads = [torch.empty_like(t) for t in (operands.query, operands.key, operands.value)]
-    recorder, sequences = Recorder((), None), operand_sequences(operands)
+    launches, sequences = LaunchBuilder((), None), operand_sequences(operands)
     call = kernel.builder.begin(
-        operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, recorder
+        operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, launches
     )
     given = Given(results.out, results.lse, dout, None)
     rows = (torch.empty_like(results.lse), torch.empty_like(results.lse))

@@ -49,7 +49,7 @@ OF_MANY_CASES = frozenset(
         "backends/test_triton_compile.py",
         "backends/test_triton_interpreted.py",
         "backends/test_triton_launcher.py",
-        "backends/test_triton_recording.py",
+        "backends/test_triton_launch_lists.py",
         "conformance/test_conformance.py",
         "conformance/test_grid.py",
         "conformance/test_scores_with_masks.py",

@@ -22,7 +22,7 @@ def stand_in(monkeypatch, tmp_path):
 @pytest.fixture
 def logs(monkeypatch):
     """Launches as they were worked out, and as they were launched again, by stand-ins for kernels."""
-    from recordings import put_stand_ins
+    from kernel_stand_ins import put_stand_ins
 
     return put_stand_ins(monkeypatch)
 
@@ -31,7 +31,7 @@ def logs(monkeypatch):
 def launched(logs, monkeypatch):
     """`logs` of calls that are planned for a GPU, without gradients."""
     import torch
-    from recordings import plan_for_a_gpu
+    from kernel_stand_ins import plan_for_a_gpu
 
     plan_for_a_gpu(monkeypatch)
     with torch.no_grad():

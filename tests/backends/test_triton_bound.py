@@ -7,7 +7,7 @@ import foci
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from recordings import Function, placed, replace_hopper_kernels
+from kernel_stand_ins import Function, placed, replace_hopper_kernels
 from triton import knobs
 
 from foci import masks, planner

@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-class Recorder:
+class KeyNoting:
     """Stands in for a kernel: notes what Triton would key its cache by."""
 
     def __init__(self, function, found):
@@ -177,7 +177,7 @@ def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monk
     """No loop is for the tile that overhangs a sequence, whose end a descriptor knows."""
     found = stand_in({portable_passes: LAUNCHED[portable_passes]}, 90)
     for name in LAUNCHED[tile_tables]:
-        monkeypatch.setattr(tile_tables, name, Recorder(getattr(tile_tables, name), []))
+        monkeypatch.setattr(tile_tables, name, KeyNoting(getattr(tile_tables, name), []))
     counts = []
     for case in ({"mask": masks.causal(), "dim": 64}, CASES["jagged D 64 causal"]):
         found.clear()
@@ -195,7 +195,7 @@ def keyed(monkeypatch):
     found = []
     for module, names in LAUNCHED.items():
         for each in names:
-            monkeypatch.setattr(module, each, Recorder(getattr(module, each), found))
+            monkeypatch.setattr(module, each, KeyNoting(getattr(module, each), found))
     return found
 
 

@@ -30,7 +30,7 @@ from foci.backends.gpu import compiling  # noqa: E402
 from foci.backends.gpu.compile_subprocess import compile_packed, pack  # noqa: E402
 from foci.backends.gpu.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
 from foci.backends.gpu.functions import jit_function  # noqa: E402
-from foci.backends.gpu.recorder import Recorder  # noqa: E402
+from foci.backends.gpu.launch_builder import LaunchBuilder  # noqa: E402
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def events(monkeypatch, tmp_path):
 
 
 def launch(kernel, n=1):
-    Recorder((), None).launch(kernel, (1,), torch.zeros(16), n, num_warps=1)
+    LaunchBuilder((), None).add(kernel, (1,), torch.zeros(16), n, num_warps=1)
 
 
 @pytest.fixture
@@ -226,10 +226,10 @@ def test_what_is_kept_is_kept_after_the_launches_that_fill_it(events):
 
 def test_a_finished_pass_launches_what_waits(events):
     with compile_in_parallel():
-        recorder = Recorder((), None)
-        recorder.launch(first_kernel, (1,), torch.zeros(16), 1, num_warps=1)
-        recorder.finish((0, 0))
-        assert recorder.built is None
+        launches = LaunchBuilder((), None)
+        launches.add(first_kernel, (1,), torch.zeros(16), 1, num_warps=1)
+        launches.finish((0, 0))
+        assert launches.built is None
         assert events[-1] == ("launch", "first_kernel")
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from recordings import DOCUMENTS, SLOPES, Function, addressed, flat, replace_hopper_kernels
+from kernel_stand_ins import DOCUMENTS, SLOPES, Function, addressed, flat, replace_hopper_kernels
 
 import foci
 from foci import call_cache, execution, masks, planner, scores
@@ -198,7 +198,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
             call_cache._calls,
             launch_cache._templates._found,
             tile_tables._template_cache._found,
-            tile_tables._recording_cache._found,
+            tile_tables._launch_list_cache._found,
             tile_tables._sequence_cache,
         ):
             kept.clear()

@@ -25,7 +25,7 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from foci.backends.gpu import kernel, launch_cache, layernorm, recorder, stream_state, tile_tables  # noqa: E402
+from foci.backends.gpu import kernel, launch_builder, launch_cache, layernorm, stream_state, tile_tables  # noqa: E402
 from foci.backends.hopper.kernel import build_kernel as build_hopper_kernel  # noqa: E402
 from foci.backends.triton.kernel import build_kernel  # noqa: E402
 from foci.weak_cache import WeakCache  # noqa: E402
@@ -158,7 +158,7 @@ def without_addresses(launches, tensors):
 def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, monkeypatch):
     attention, operands = posed(name, make, grads=grads)
     direct = []
-    monkeypatch.setattr(recorder, "direct", lambda *args, inner=recorder.direct: direct.append(inner(*args)) or direct[-1])
+    monkeypatch.setattr(launch_builder, "direct", lambda *args, inner=launch_builder.direct: direct.append(inner(*args)) or direct[-1])
 
     def run(tensors):
         results = attention.forward(tensors)

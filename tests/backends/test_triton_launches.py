@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recordings import VARIANTS, made, operands_of
+from kernel_stand_ins import VARIANTS, made, operands_of
 
 from foci import masks
 from foci.backends.contract import Plan

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from recordings import VARIANTS, operands_of, placed
+from kernel_stand_ins import VARIANTS, operands_of, placed
 from triton import knobs
 
 import foci

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.tile_tables import operand_sequences
 from foci.backends.triton.kernel import build_kernel
 
@@ -64,7 +64,7 @@ def test_results_and_gradients_are_those_of_the_formula(name):
     problem, operands = asked(case)
     target = Target("cuda", 10 * torch.cuda.get_device_capability()[0] if DEVICE.type == "cuda" else 0, frozenset({"triton"}))
     made = build_kernel(Plan("triton", problem, target))
-    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), Recorder((), None)).line is not None
+    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), LaunchBuilder((), None)).line is not None
     if case.turned:
         kind = made.backward_pass.key_kind
         made.schedules[kind] = dataclasses.replace(made.builder.schedule(kind), turned=True)
@@ -105,4 +105,4 @@ def asked(case):
 def test_a_scale_that_numbers_cannot_be_divided_by_takes_the_score(scale):
     problem, operands = asked(Case(scale=scale))
     made = build_kernel(Plan("triton", problem, Target("cuda", 0, frozenset({"triton"}))))
-    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), Recorder((), None)).line is None
+    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), LaunchBuilder((), None)).line is None

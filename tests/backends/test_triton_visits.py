@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 from foci import weak_cache  # noqa: E402
 from foci.backends.gpu import tile_tables  # noqa: E402
 from foci.backends.gpu.kernel_args import Size, Spans, encode, table_config  # noqa: E402
-from foci.backends.gpu.recorder import Recorder  # noqa: E402
+from foci.backends.gpu.launch_builder import LaunchBuilder  # noqa: E402
 from foci.backends.gpu.schedules import Schedule  # noqa: E402
 from foci.backends.gpu.tiles import find_task  # noqa: E402
 from foci.backends.triton.kernel import build_kernel  # noqa: E402
@@ -50,7 +50,7 @@ def begun(mask):
     )
     arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     made = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
-    return made, made.builder.begin(operands, {"out": query}, tile_tables.Sequences(), Recorder((), None))
+    return made, made.builder.begin(operands, {"out": query}, tile_tables.Sequences(), LaunchBuilder((), None))
 
 
 def kept_by(mask):
@@ -187,8 +187,8 @@ def test_no_task_is_written_beyond_the_table(room, monkeypatch):
         allocated.append(whole)
         return whole[:room]
 
-    monkeypatch.setattr(Recorder, "empty", within)
-    for known in ("_template_cache", "_recording_cache"):
+    monkeypatch.setattr(LaunchBuilder, "empty", within)
+    for known in ("_template_cache", "_launch_list_cache"):
         monkeypatch.setattr(tile_tables, known, weak_cache.WeakCache(8))
     tile_tables._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
     (whole,) = allocated

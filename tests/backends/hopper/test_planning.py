@@ -389,7 +389,7 @@ class Launches:
     def empty(self, shape, strides, dtype, like):
         return torch.empty(shape, dtype=dtype)
 
-    def launch(self, function, grid, *arguments, **options):
+    def add(self, function, grid, *arguments, **options):
         self.names.append(function.__name__)
 
 
@@ -451,8 +451,8 @@ def test_a_forward_without_gradients_has_no_backward_of_its_own():
 def test_a_backward_that_makes_tables_is_not_precompiled():
     window = problem(**KINDS["window"], **TRAINED)
     for own in (True, False):
-        assert built(window, own_backward=own).backward_pass.only_records != own
-    assert built(problem(**TRAINED)).backward_pass.only_records
+        assert built(window, own_backward=own).backward_pass.only_launches != own
+    assert built(problem(**TRAINED)).backward_pass.only_launches
 
 
 @pytest.mark.parametrize(

@@ -5,35 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.symbolic_tokens import count_tokens
 from foci.problem import Gradients, Operands, Problem, gradient_strides, result_strides
 
 __all__ = ["gradient_tensors", "like_tensor", "no_gradients", "result_tensors", "row_tensors"]
 
 
-def result_tensors(recorder: Recorder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+def result_tensors(launches: LaunchBuilder, operands: Operands, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """Allocate out, laid out as `foci.problem.Results` says, lse, and row maxima if they are needed."""
     query, width = operands.query, problem.value_dim
     b, h, s = query.shape[0], query.shape[1], count_tokens(operands)[0]
     shape = b, h, s, width
-    out = recorder.empty(shape, result_strides(shape, query.stride(), width), query.dtype, query)
-    lse, *most = row_tensors(recorder, operands, query, 1 + problem.formula.outputs.row_max)
+    out = launches.empty(shape, result_strides(shape, query.stride(), width), query.dtype, query)
+    lse, *most = row_tensors(launches, operands, query, 1 + problem.formula.outputs.row_max)
     return out, lse, most[0] if most else None
 
 
-def row_tensors(recorder: Recorder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
+def row_tensors(launches: LaunchBuilder, operands: Operands, like: Tensor, count: int) -> tuple[Tensor, ...]:
     """Allocate float32 [B, Hq, Sq] row statistics."""
     b, h, s = operands.query.shape[0], operands.query.shape[1], count_tokens(operands)[0]
-    return tuple(recorder.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
+    return tuple(launches.empty((b, h, s), (h * s, s, 1), torch.float32, like) for _ in range(count))
 
 
-def like_tensor(recorder: Recorder, tensor: Tensor) -> Tensor:
+def like_tensor(launches: LaunchBuilder, tensor: Tensor) -> Tensor:
     """Allocate a contiguous tensor of the same shape and dtype."""
-    return recorder.empty(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype, tensor)
+    return launches.empty(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.dtype, tensor)
 
 
-def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
+def gradient_tensors(launches: LaunchBuilder, operands: Operands, wanted: tuple[bool, bool, bool]) -> dict[str, Tensor]:
     """Allocate the gradients of query, key and value that are needed. Each has no gaps, and heads within rows, or rows within heads, as its
     tensor, so that the previous operation's backward reads it without a copy. Packed tensors whose rows may be parts of one tensor's get
     gradients laid out the same; dense ones do on request."""
@@ -49,14 +49,14 @@ def gradient_tensors(recorder: Recorder, operands: Operands, wanted: tuple[bool,
         if is_joined:
             sizes = [(*t.shape[:2], s, t.shape[3]) for t, s in of.values()]
             steps = [(s * width, width_of, width, 1) for _, _, s, width_of in sizes]
-            return dict(zip(of, recorder.parts(sizes, steps, operands.query.dtype, operands.query), strict=True))
+            return dict(zip(of, launches.parts(sizes, steps, operands.query.dtype, operands.query), strict=True))
     made = {}
     for (name, (tensor, s)), on in zip(of.items(), wanted, strict=True):
         if on:
             b, h, _, d = tensor.shape
             _, head, row, _ = tensor.stride()
             shape = b, h, s, d
-            made[name] = recorder.empty(shape, gradient_strides(shape, heads_in_rows=head < row), tensor.dtype, tensor)
+            made[name] = launches.empty(shape, gradient_strides(shape, heads_in_rows=head < row), tensor.dtype, tensor)
     return made
 
 

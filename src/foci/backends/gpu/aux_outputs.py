@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.backends.gpu.attention_weights_kernels import weigh_columns, weigh_rows
 from foci.backends.gpu.kernel_args import encode
-from foci.backends.gpu.recorder import Recorder
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.tile_tables import Sequences
 from foci.problem import Cotangents, Operands, Results
@@ -30,10 +30,10 @@ def add_aux_outputs(builder: PassBuilder, operands: Operands, sequences: Sequenc
     columns = query.new_zeros((batch, heads, keys), dtype=torch.float32) if asked.column_sums else None
     weights = query.new_zeros((batch, heads, length, keys)) if asked.weights else None
     if query.numel() and keys:
-        call = builder.begin(operands, {"out": results.out}, sequences, Recorder((), None))
+        call = builder.begin(operands, {"out": results.out}, sequences, LaunchBuilder((), None))
         schedule = _schedule(builder)
         visits = builder.visits(call, schedule, "keys")
-        call.recorder.launch(
+        call.launches.add(
             weigh_columns, (batch * heads * visits.tasks,),
             query, key, results.lse, columns, weights, call.strides, builder.size(call, heads, visits.tasks), visits.spans,
             visits.table, call.numbers, call.environment, builder.config(call, schedule, visits), call.functions.both, call.functions.mask,
@@ -59,12 +59,12 @@ def add_weight_cotangents(
     query = operands.query
     if not query.numel() or not operands.key.shape[2]:
         return replace(cotangents, column_sums=None, weights=None)
-    call = builder.begin(operands, {"out": results.out}, sequences, Recorder((), None))
+    call = builder.begin(operands, {"out": results.out}, sequences, LaunchBuilder((), None))
     batch, heads, length, _ = query.shape
     sums = torch.zeros((batch, heads, length), dtype=torch.float32, device=query.device)
     schedule = _schedule(builder)
     visits = builder.visits(call, schedule, "queries")
-    call.recorder.launch(
+    call.launches.add(
         weigh_rows, (batch * heads * visits.tasks,),
         query, operands.key, results.lse.contiguous(), sums, call.strides, builder.size(call, heads, visits.tasks), visits.spans,
         visits.table, call.numbers._replace(**flow), call.environment, builder.config(call, schedule, visits), call.functions.both,

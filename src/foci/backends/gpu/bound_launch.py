@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
-from foci.backends.gpu.launch_program import Recording, Sized
+from foci.backends.gpu.launch_list import LaunchList, Sized
 from foci.backends.gpu.stream_state import allocator_on, free_stream_on
 from foci.backends.gpu.tile_tables import sequences_at
 from foci.compat.torch import version_of
@@ -101,7 +101,7 @@ class _Forward:
     __slots__ = ("_around", "_empty", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
 
     def __init__(
-        self, found: Recording, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *, whole: bool
+        self, found: LaunchList, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *, whole: bool
     ) -> None:
         self._found, self._kind, self._around, self._parts, self._kept, self._whole = found, kind, around, parts, kept, whole
         self._results: _Results = found.sized.makes_rows
@@ -131,9 +131,9 @@ class _Forward:
 
 
 def bind_forward(
-    found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
+    found: LaunchList, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
 ) -> ForwardOfRows | None:
-    """Bind a forward launch list, recorded for views of rows [T, E], to any such rows. None if it depends on more than addresses, or its
+    """Bind a forward launch list, built for views of rows [T, E], to any such rows. None if it depends on more than addresses, or its
     results are not contiguous. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
     kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
     if kind is None or around is None or parts is None or not _knows_results(found):
@@ -143,7 +143,7 @@ def bind_forward(
     return _Forward(found, kind, around, parts, kept, whole=whole)
 
 
-def _moved(found: Recording, around: _Surroundings, offsets: Tensor, tokens: int) -> Recording | None:
+def _moved(found: LaunchList, around: _Surroundings, offsets: Tensor, tokens: int) -> LaunchList | None:
     """Bind a launch list without captured tensors to other sequences; None if it cannot be bound to others."""
     template = found.template.anywhere() if min(tokens, *found.tokens) > 1 else None  # strides of a single token say nothing
     if template is None:
@@ -151,7 +151,7 @@ def _moved(found: Recording, around: _Surroundings, offsets: Tensor, tokens: int
     return template.bound(sequences_at(offsets, (offsets, offsets, None, None), around.stream), (tokens, tokens), ())
 
 
-def _knows_results(found: Recording) -> bool:
+def _knows_results(found: LaunchList) -> bool:
     sized = found.sized
     if sized.makes_rows is None:
         sized.makes_rows = _results_of(sized) or False
@@ -175,7 +175,7 @@ class _Backward:
     __slots__ = ("_around", "_empty", "_found", "_kinds", "_of_made", "_parts", "_steps")
 
     def __init__(
-        self, found: Recording, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
+        self, found: LaunchList, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
     ) -> None:
         self._found, self._kinds, self._around, self._parts = found, kinds, around, parts
         self._steps: tuple[int, ...] = found.sized.makes_rows
@@ -210,7 +210,7 @@ class _Backward:
 
 
 def bind_backward(
-    found: Recording, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
+    found: LaunchList, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
 ) -> BackwardOfRows | None:
     """Bind a backward launch list, as `bind_forward`. `given`: out [T, Hq, Dv], lse, and the gradient of out; the bound launch takes out
     and its gradient as [T, Hq * Dv]."""
@@ -223,7 +223,7 @@ def bind_backward(
     return _Backward(found, (of_rows, of_out, of_lse, of_dout), around, parts)
 
 
-def _knows_steps(found: Recording, rows: Tensor) -> bool:
+def _knows_steps(found: LaunchList, rows: Tensor) -> bool:
     sized = found.sized
     if sized.makes_rows is None:
         sized.makes_rows = _steps_of(sized, rows) or False
@@ -244,10 +244,10 @@ def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
     return tuple(steps) if at == width else None
 
 
-def fix(found: Recording, like: Tensor, strides: Strides) -> Fixed | None:
-    """Bind a recorded dense launch to the device of `like`: the result takes tensors that differ from the recorded ones in their addresses
-    alone. None if the launch depends on more than addresses, or its outputs do not have `strides`. Outputs that were recorded side by
-    side share one tensor of rows [B, S, E]."""
+def fix(found: LaunchList, like: Tensor, strides: Strides) -> Fixed | None:
+    """Bind a dense launch list to the device of `like`: the result takes tensors that differ from the list's in their addresses alone.
+    None if the launch depends on more than addresses, or its outputs do not have `strides`. Outputs that were allocated side by side share
+    one tensor of rows [B, S, E]."""
     device = like.get_device() if like.is_cuda else -1
     stream, sized = free_stream_on(device), found.sized
     news, starts = sized.news, [0]

@@ -108,13 +108,13 @@ def bias_gradient(
     sums = waiting = None
     if is_summed:
         area, rows_of_dq = schedule.tile_q * schedule.tile_kv, schedule.tile_q * builder.dims[0]
-        sums = call.recorder.empty((programs, stretch, area), (stretch * area, area, 1), torch.float32, dq)
-        waiting = call.recorder.empty(
+        sums = call.launches.empty((programs, stretch, area), (stretch * area, area, 1), torch.float32, dq)
+        waiting = call.launches.empty(
             (programs, learned.entries, rows_of_dq), (learned.entries * rows_of_dq, rows_of_dq, 1), torch.float32, dq
         )
     config = builder.config(call, schedule, TileTable(0, "all", DENSE, ALL))
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
-    call.recorder.launch(
+    call.launches.add(
         attention_bias_gradient, (programs,),
         o.query, keys(o.key), keys(o.value), given.out, given.dout, given.lse, given.dlse, *rows, dq, target, sums, waiting,
         call.strides, Strides(*map(encode, (*units, steps[3]))), builder.size(call, grid.heads, grid.tiles[0]),
@@ -283,7 +283,7 @@ def _launch(
     queries = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
     blocks, shape = _blocks(builder, call, schedule)
-    call.recorder.launch(
+    call.launches.add(
         capture_gradient, (programs,),
         queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
         call.strides, builder.size(call, grid.heads, 1), spans,

@@ -14,10 +14,10 @@ from foci.backends.gpu.allocate import no_gradients
 from foci.backends.gpu.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
 from foci.backends.gpu.captured_grad import find_query_tile_bias
 from foci.backends.gpu.compiling import compile_in_parallel
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import KnownPasses, find_pass, keep_pass
 from foci.backends.gpu.passes import PassBuilder
 from foci.backends.gpu.precompile_backward import precompile_backward
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.stream_state import current_stream
 from foci.backends.gpu.symbolic_tokens import count_tokens
@@ -33,8 +33,8 @@ __all__ = ["BackwardPass", "ForwardPass", "GpuKernel", "is_elsewhere"]
 class ForwardPass(Protocol):
     """Launches of a forward."""
 
-    def launch(self, operands: Operands, sequences: Sequences, recorder: Recorder, /) -> Results:
-        """Allocate the results and launch the kernels, both through the recorder."""
+    def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder, /) -> Results:
+        """Allocate the results and add the launches."""
         ...
 
 
@@ -42,14 +42,14 @@ class BackwardPass(Protocol):
     """Launches of a backward."""
 
     @property
-    def only_records(self) -> bool:
-        """Whether `launch` has no effects but through its recorder, as `precompile_backward` needs."""
+    def only_launches(self) -> bool:
+        """Whether `build` has no effects but on its `LaunchBuilder`, as `precompile_backward` needs."""
         ...
 
-    def launch(
-        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: WeightCotangents | None, /
+    def build(
+        self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None, /
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        """Allocate the gradients and launch the kernels, both through the recorder.
+        """Allocate the gradients and add the launches.
 
         Returns:
             (the needed ones of dq, dk and dv; gradients of captured tensors, none if no captured tensor requires grad).
@@ -78,19 +78,21 @@ class GpuKernel(KnownPasses):
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
         sequences, asked = operand_sequences(operands), self.builder.problem.formula.outputs
         if asked.column_sums or asked.weights:
-            return add_aux_outputs(self.builder, operands, sequences, self.forward_pass.launch(operands, sequences, Recorder(inputs, None)))
+            return add_aux_outputs(
+                self.builder, operands, sequences, self.forward_pass.build(operands, sequences, LaunchBuilder(inputs, None))
+            )
         key = self.pass_key(operands, inputs[:3], inputs[3:])
         tokens = count_tokens(operands)
         found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
         if found is not None:
             self.know(operands, sequences, found)
             return Results(*found.run(inputs)[: self.results])
-        recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
+        launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
-            results = self.forward_pass.launch(operands, sequences, recorder)
-            recorder.finish(tokens)
+            results = self.forward_pass.build(operands, sequences, launches)
+            launches.finish(tokens)
             precompile_backward(self, operands, sequences, results)
-        if key is not None and (built := recorder.built) is not None:
+        if key is not None and (built := launches.built) is not None:
             keep_pass(key, sequences, self.builder.read_by_masks(operands), built)
             self.know(operands, sequences, built)
         return results
@@ -122,11 +124,11 @@ class GpuKernel(KnownPasses):
         if found is not None:
             self.know(operands, sequences, found, given)
             return self._gradients(operands, found.run(inputs))
-        recorder = Recorder(inputs, None if key is None else current_stream(operands.query))
+        launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
         with nullcontext() if self.learns else compile_in_parallel():
-            made, captures = self.backward_pass.launch(operands, given, sequences, recorder, flow)
-            recorder.finish(tokens)
-        if key is not None and (built := recorder.built) is not None:
+            made, captures = self.backward_pass.build(operands, given, sequences, launches, flow)
+            launches.finish(tokens)
+        if key is not None and (built := launches.built) is not None:
             keep_pass(key, sequences, self.builder.read_by_masks(operands), built)
             if learned is None:
                 self.know(operands, sequences, built, given)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Given, Inputs, Offsets, Strides
 from foci.backends.gpu.bound_launch import bind_backward, bind_forward, fix
-from foci.backends.gpu.launch_program import Recording, Template
+from foci.backends.gpu.launch_list import LaunchList, Template
 from foci.backends.gpu.stream_state import current_stream, free_stream, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.tensor_descriptors import without_overlap
@@ -37,23 +37,23 @@ def source_of_places(sequences: Sequences, tokens: Tokens, captures: Inputs) -> 
     return sequences.tensors
 
 
-def find_pass(key: Key, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Recording | None:
+def find_pass(key: Key, sequences: Sequences, tokens: Tokens, captures: Inputs) -> LaunchList | None:
     """Find the launch list of a key: one of these sequences, else one of other sequences bound to these; None if there is none."""
     if sequences.q_start is None:
-        return sequences.recordings.find(key)
-    found = sequences.recordings.find((key, *tokens))
+        return sequences.launch_lists.find(key)
+    found = sequences.launch_lists.find((key, *tokens))
     if found is None and (template := _templates.find((key, sequences.form))) is not None:
         found = template.bound(sequences, tokens, captures)
-        sequences.recordings.add((key, *tokens), (), found)
+        sequences.launch_lists.add((key, *tokens), (), found)
     return found
 
 
-def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: Recording) -> None:
+def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: LaunchList) -> None:
     """Store a launch list for `find_pass`; also for other sequences, if it depends on them by their starts and lengths alone."""
     if sequences.q_start is None:
-        sequences.recordings.add(key, read, made)
+        sequences.launch_lists.add(key, read, made)
         return
-    sequences.recordings.add((key, *made.tokens), read, made)
+    sequences.launch_lists.add((key, *made.tokens), read, made)
     if min(made.tokens) > 1:  # strides of a single token say nothing
         _templates.add((key, sequences.form), (), made.template.unbound())
 
@@ -80,7 +80,7 @@ class KnownPasses:
         found = self._known_forward(geometry, inputs, offsets, 1)
         return None if found is None else bind_forward(found, rows, inputs, offsets, whole=whole, out_alone=out_alone)
 
-    def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> Recording | None:
+    def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> LaunchList | None:
         query, key = inputs[0], inputs[1]
         assert query is not None
         assert key is not None
@@ -114,14 +114,14 @@ class KnownPasses:
         known, found, _ = self._known_backward(geometry, inputs, None, given)
         return self._fixed(found, inputs, strides) if known is given else None  # a gradient laid out anew is another tensor
 
-    def _fixed(self, found: Recording | None, inputs: Inputs, strides: Strides) -> Fixed | None:
+    def _fixed(self, found: LaunchList | None, inputs: Inputs, strides: Strides) -> Fixed | None:
         query = inputs[0]
         assert query is not None
         return None if found is None or self.mask_slots else fix(found, query, strides)
 
     def _known_backward(
         self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given
-    ) -> tuple[Given, Recording | None, list[int | None]]:
+    ) -> tuple[Given, LaunchList | None, list[int | None]]:
         """Return (`given` with a dout that kernels can read, launch list or None, addresses of all tensors)."""
         query, key = inputs[0], inputs[1]
         assert query is not None
@@ -140,7 +140,7 @@ class KnownPasses:
         known = (geometry, stream, _strides_of(inputs, given), read)
         return given, find_pass(known, sequences_at(query, offsets, stream), _tokens_at(geometry, query, key), inputs[3:-1]), places
 
-    def know(self, operands: Operands, sequences: Sequences, found: Recording, given: Given | None = None) -> None:
+    def know(self, operands: Operands, sequences: Sequences, found: LaunchList, given: Given | None = None) -> None:
         """Store a launch list by the geometry of the operands, if they have one."""
         geometry = operands.geometry
         if geometry is None:
@@ -173,7 +173,7 @@ class KnownPasses:
         if stream is None or (blocks is not None and (operands.geometry is None or self.learns)):
             return None
         tensors = [t for t in (*packed, *others) if t is not None]
-        # a tensor in two places of a recording would stand for both
+        # a tensor in two places of a launch list would stand for both
         if not _are_aligned(tensor_addresses(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len(
             {id(query), id(key), id(value)}
         ):

@@ -12,8 +12,8 @@ from torch import Tensor
 from foci.backends.contract import Plan
 from foci.backends.gpu.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
 from foci.backends.gpu.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import source_of_places
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule, fit_schedule, padded_dim, schedule_for, scratch_bytes, vector_bytes
 from foci.backends.gpu.symbolic_tokens import count_tokens
 from foci.backends.gpu.tensor_descriptors import describe_layout
@@ -44,7 +44,7 @@ class Pass:
     """Arguments that all kernels of a call share."""
 
     operands: Operands
-    recorder: Recorder
+    launches: LaunchBuilder
     functions: KernelFunctions
     environment: Environment
     numbers: Numbers
@@ -96,7 +96,7 @@ class PassBuilder:
         read = tuple(operands.captures[slot] for slot in self.mask_slots)
         return read if operands.blocks is None else (*read, operands.blocks)
 
-    def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, recorder: Recorder) -> Pass:
+    def begin(self, operands: Operands, extra: dict[str, Tensor], sequences: Sequences, launches: LaunchBuilder) -> Pass:
         """Build the arguments that the kernels of a call share. `extra`: tensors besides query, key and value whose strides are needed."""
         tensors = {"q": operands.query, "k": operands.key, "v": operands.value} | extra
         layouts = {name: describe_layout(t) for name, t in tensors.items()}
@@ -106,10 +106,10 @@ class PassBuilder:
         p = operands.dropout_p
         encoded = {name: encode_strides(layout.strides, unit) for name, layout in layouts.items()}
         tokens = count_tokens(operands)
-        recorder.keep(sequences.tensors, source_of_places)
+        launches.keep(sequences.tensors, source_of_places)
         return Pass(
             operands=operands,
-            recorder=recorder,
+            launches=launches,
             functions=build_functions(self.variant, lies, half=is_half(self.problem.dtype)),
             environment=Environment(
                 tuple(map(encode, operands.ints)),
@@ -147,7 +147,7 @@ class PassBuilder:
     def visits(self, call: Pass, schedule: Schedule, side: str) -> TileTable:
         """Build, or find in the cache, the tile table of a kernel."""
         found = build_visits(self, call, schedule, side)
-        call.recorder.keep(found.tensors, found.source)
+        call.launches.keep(found.tensors, found.source)
         return found
 
     def size(self, call: Pass, heads: int, tasks: int) -> Size:

@@ -19,9 +19,9 @@ from foci.backends.gpu.captured_grad import bias_gradient, capture_gradients, fi
 from foci.backends.gpu.decode import Pages, attention_decode, combine_splits
 from foci.backends.gpu.forward import attention_forward
 from foci.backends.gpu.kernel_args import Config, encode
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.mask_convexity import begins_late, is_convex
 from foci.backends.gpu.passes import Pass, PassBuilder
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule, padded_dim, shared_bytes, split_kind, splits_for, takes_splits
 from foci.backends.gpu.tensor_descriptors import stream_operand
 from foci.backends.gpu.tile_tables import Sequences, TileTable
@@ -45,19 +45,19 @@ class PortableForward:
         is_listed = _is_listed(variant, formula.block_size)
         self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
 
-    def launch(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
+    def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder) -> Results:
         query = operands.query
         rows = query.shape[:3]
-        outputs = result_tensors(recorder, operands, self.builder.problem)
+        outputs = result_tensors(launches, operands, self.builder.problem)
         out, lse, row_max = outputs
         if operands.key.shape[2] == 0:
-            recorder.forget()
+            launches.forget()
             out.zero_()
             for statistic in (lse, row_max):
                 if statistic is not None:
                     statistic.fill_(-math.inf)
         elif out.numel():
-            call = self.builder.begin(operands, {"out": out}, sequences, recorder)
+            call = self.builder.begin(operands, {"out": out}, sequences, launches)
             if (kind := self.split_kind(operands)) is not None:
                 self._decode(call, kind, outputs)
                 return Results(*outputs)
@@ -65,7 +65,7 @@ class PortableForward:
             visits = self.builder.visits(call, schedule, "queries")
             config = self.builder.config(call, schedule, visits, is_bounded=self.builder.is_by_bounds, line=call.line)
             stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
-            recorder.launch(
+            launches.add(
                 attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
                 call.strides, self.builder.size(call, rows[1], visits.tasks), visits.spans, visits.table,
@@ -111,17 +111,17 @@ class PortableForward:
         query, key, rows, width = call.operands.query, call.operands.key, schedule.tile_q, self.builder.dims[1]
         tiles = row_tiles(schedule, query, key)
         programs = query.shape[0] * key.shape[1] * tiles * splits
-        partial = call.recorder.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
-        most, total = (call.recorder.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
+        partial = call.launches.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
+        most, total = (call.launches.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
         size = self.builder.size(call, query.shape[1], tiles)
-        call.recorder.launch(
+        call.launches.add(
             attention_decode, (programs,),
             query, *streams, partial, most, total, call.strides, size, visits.table, call.numbers, call.environment, config,
             encode(splits), call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
         )  # fmt: skip
         # few rows of many splits, or many rows of few
         chunk, columns, warps = (64, min(32, width), 4) if kind == "decode" else (8, min(128, width), 2)
-        call.recorder.launch(
+        call.launches.add(
             combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], width // columns),
             partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), chunk, columns, num_warps=warps,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class PortableForward:
 class PortableBackward:
     """Backward of a plan."""
 
-    only_records = True
+    only_launches = True
 
     def __init__(self, builder: PassBuilder) -> None:
         variant, formula = builder.variant, builder.problem.formula
@@ -142,15 +142,15 @@ class PortableBackward:
         self.key_kind = "key_gradient_scored" if is_sloped or builder.reads_tiles else "key_gradient"
         self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
 
-    def launch(
-        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: WeightCotangents | None
+    def build(
+        self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        grads = gradient_tensors(recorder, operands, self.builder.wanted)
-        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
+        grads = gradient_tensors(launches, operands, self.builder.wanted)
+        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, launches)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
         learned = find_query_tile_bias(self.builder, operands) if self.builder.learns else None
-        target = None if learned is None else like_tensor(recorder, operands.captures[learned.slot])
-        rows = row_tensors(recorder, operands, given.lse, 2)
+        target = None if learned is None else like_tensor(launches, operands.captures[learned.slot])
+        rows = row_tensors(launches, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         known: dict[int, Tensor] = {}
         if dq is not None and learned is not None and target is not None:
@@ -171,7 +171,7 @@ class PortableBackward:
         tile = 16 if self.builder.plan.target.arch == 0 else 128 if self.builder.dims[1] <= 128 else 32
         config = self.builder.config(call, Schedule(tile, tile, 4, 1), None)
         batch, heads, _ = given.lse.shape
-        call.recorder.launch(
+        call.launches.add(
             prepare_rows, (batch * heads * ((call.rows + tile - 1) // tile),),
             given.out, given.dout, given.lse, given.dlse, *rows, call.strides, self.builder.size(call, heads, 1), config, num_warps=4,
         )  # fmt: skip
@@ -182,7 +182,7 @@ class PortableBackward:
         config = self.builder.config(call, schedule, visits, is_bounded=self.builder.is_by_bounds, line=call.line)
         stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
         heads = operands.query.shape[1]
-        call.recorder.launch(
+        call.launches.add(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
             operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
             call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,
@@ -205,7 +205,7 @@ class PortableBackward:
         config = self.builder.config(call, schedule, visits, line=call.line)
         stream = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
         heads = operands.key.shape[1]
-        call.recorder.launch(
+        call.launches.add(
             attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
             stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
             call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,

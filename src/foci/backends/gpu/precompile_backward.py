@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci.backends.contract import Given, Inputs
 from foci.backends.gpu.compiling import is_new, launch_ahead
-from foci.backends.gpu.recorder import Recorder, plain_arguments
+from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["precompile_backward"]
 
 
-class _PrecompileRecorder(Recorder):
+class _PrecompileBuilder(LaunchBuilder):
     """Compiles the kernels of a pass that has not begun: its tensors take no memory, and it launches and keeps nothing."""
 
     is_ahead = True
@@ -36,11 +36,11 @@ class _PrecompileRecorder(Recorder):
         """A tensor without memory, which kernels take for an aligned one."""
         return torch.empty_strided(tuple(map(int, shape)), tuple(map(int, strides)), dtype=dtype, device="meta")
 
-    def another(self, inputs: Inputs, stream: int | None) -> Recorder:
+    def another(self, inputs: Inputs, stream: int | None) -> LaunchBuilder:
         """Another of the kind."""
-        return _PrecompileRecorder()
+        return _PrecompileBuilder()
 
-    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
+    def add(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Compile a kernel that will be launched."""
         plain = plain_arguments(args)
         fill_cache_keys((function, *plain))
@@ -61,7 +61,7 @@ def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequen
     is_other = kernel.learns or kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None
     if (
         kernel.gradients == 0
-        or not kernel.backward_pass.only_records
+        or not kernel.backward_pass.only_launches
         or is_empty
         or is_other
         or free_stream(operands.query) is None
@@ -71,4 +71,4 @@ def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequen
     given = Given(results.out, results.lse, results.out, None)
     # the backward pass raises the same error, where the caller expects it
     with suppress(Exception):
-        kernel.backward_pass.launch(operands, given, sequences, _PrecompileRecorder(), None)
+        kernel.backward_pass.build(operands, given, sequences, _PrecompileBuilder(), None)

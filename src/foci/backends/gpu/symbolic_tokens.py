@@ -1,4 +1,4 @@
-"""Numbers that depend on the number of tokens of a packed call, so that a recorded launch list works for any number of tokens."""
+"""Numbers that depend on the number of tokens of a packed call, so that a launch list works for any number of tokens."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from foci.backends.contract import Inputs, Offsets
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.kernel_args import Size, Spans, Table, encode, table_config
-from foci.backends.gpu.launch_program import Recording, Source, Template
+from foci.backends.gpu.launch_builder import LaunchBuilder
+from foci.backends.gpu.launch_list import LaunchList, Source, Template
 from foci.backends.gpu.mask_convexity import is_convex
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.stream_state import current_stream, free_stream, is_for_graphs, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens, at_most
@@ -63,7 +63,7 @@ class Sequences:
         q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
         stays: False if the offsets may change unseen, so that nothing is cached with them.
         tables: task records by (tile, streamed tile or 0, number of records, whether tasks are tiles of queries), see `assign_tasks`.
-        classes, visits, recordings: caches of tile classes, of `build_visits`, and of launch lists.
+        classes, visits, launch_lists: caches of tile classes, of `build_visits`, and of launch lists.
     """
 
     q_start: Tensor | None = None
@@ -74,7 +74,7 @@ class Sequences:
     tables: dict[tuple[int, int, int, bool], Tensor] = field(default_factory=dict)
     classes: WeakCache[Tensor] = field(default_factory=lambda: WeakCache(32))
     visits: WeakCache[TileTable] = field(default_factory=lambda: WeakCache(32))
-    recordings: WeakCache[Recording] = field(default_factory=lambda: WeakCache(256))
+    launch_lists: WeakCache[LaunchList] = field(default_factory=lambda: WeakCache(256))
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -136,31 +136,31 @@ def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     count = ends.shape[0] - 1
     key = ("places", count, ends.dtype, None if lengths is None else lengths.dtype)
 
-    def place(recorder: Recorder) -> list[Tensor]:
-        start, length = (recorder.empty((count,), (1,), torch.int32, ends) for _ in range(2))
-        recorder.launch(place_sequences, (triton.cdiv(count, 256),), *given, start, length, encode(count), 256)
+    def place(launches: LaunchBuilder) -> list[Tensor]:
+        start, length = (launches.empty((count,), (1,), torch.int32, ends) for _ in range(2))
+        launches.add(place_sequences, (triton.cdiv(count, 256),), *given, start, length, encode(count), 256)
         return [start, length]
 
     start, length = _repeated(key, given, (0, 0), place)
     return start, length
 
 
-def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Callable[[Recorder], list[Tensor]]) -> list[Tensor]:
+def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Callable[[LaunchBuilder], list[Tensor]]) -> list[Tensor]:
     """Run the launch list that `way` builds for the inputs, or that it built before, for any number of tokens."""
     first = inputs[0]
     assert first is not None
     stream, places = free_stream(first), tensor_addresses(inputs)
     key = (*what, first.device, stream, *[(place or 0) & 15 == 0 for place in places])  # compiled for each one's
-    known = None if stream is None else _recording_cache.find((key, tokens))
+    known = None if stream is None else _launch_list_cache.find((key, tokens))
     if known is None and stream is not None and (template := _template_cache.find(key)) is not None:
-        known = template.as_recorded(tokens)
-        _recording_cache.add((key, tokens), (), known)
+        known = template.as_built(tokens)
+        _launch_list_cache.add((key, tokens), (), known)
     if known is not None:
         return known.run(inputs, places)
-    recorder = Recorder(inputs, stream)
-    made = way(recorder)
-    recorder.finish(tokens)
-    built = recorder.built
+    launches = LaunchBuilder(inputs, stream)
+    made = way(launches)
+    launches.finish(tokens)
+    built = launches.built
     _template_cache.add(key, (), None if built is None else built.template)
     return made
 
@@ -170,13 +170,13 @@ def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
     return is_for_graphs(query) or any(t.is_inference() for t in read)
 
 
-_DENSE_SEQUENCES: Final = Sequences(visits=WeakCache(256), recordings=WeakCache(1024))
+_DENSE_SEQUENCES: Final = Sequences(visits=WeakCache(256), launch_lists=WeakCache(1024))
 """The `Sequences` of every dense call."""
 _sequence_cache: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
 _SETS: Final = 8
 _template_cache: Final[WeakCache[Template]] = WeakCache(256)
 """Launch lists of `_repeated`, for any number of tokens."""
-_recording_cache: Final[WeakCache[Recording]] = WeakCache(256)
+_launch_list_cache: Final[WeakCache[LaunchList]] = WeakCache(256)
 """The same, bound to a number of tokens."""
 
 
@@ -198,7 +198,7 @@ def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
     found = call.sequences.visits.find(known)
-    if found is None and call.recorder.is_ahead:
+    if found is None and call.launches.is_ahead:
         return _make(builder, call, schedule, side, None)
     if found is None:
         found = _make(builder, call, schedule, side, what)
@@ -249,8 +249,8 @@ def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known
         return TileTable(tasks.count, "all", tasks.spans, ALL, tasks.source)
     is_interval = operands.blocks is None and is_convex(mask, "kv_idx" if tasks.is_by_query else "q_idx")
     visits = TileTable(tasks.count, "ranges" if is_interval else "lists", tasks.spans, ALL)
-    recorder = call.recorder.another(operands.captures, free_stream(operands.query))
-    recorder.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
+    launches = call.launches.another(operands.captures, free_stream(operands.query))
+    launches.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
     grid = _grid(call, schedule, tasks)
     classes = None
     if known is not None and operands.cu_q is None:
@@ -258,14 +258,14 @@ def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known
         known = (*known, grid.grain)
         classes = call.sequences.classes.find(known)
     if classes is None:
-        classes = _classify(builder, call, schedule, tasks, grid, recorder)
+        classes = _classify(builder, call, schedule, tasks, grid, launches)
         if known is not None and operands.cu_q is None:
             read = builder.read_by_masks(operands)
             after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
-    found = _list(call, tasks, grid, classes, visits, recorder)
-    if recorder is not call.recorder:
-        recorder.finish((call.rows, call.columns))
-    built = None if builder.mask_slots or tasks.source is None else recorder.built
+    found = _list(call, tasks, grid, classes, visits, launches)
+    if launches is not call.launches:
+        launches.finish((call.rows, call.columns))
+    built = None if builder.mask_slots or tasks.source is None else launches.built
     return found if built is None else replace(found, source=functools.partial(_listed, tasks, built.template))
 
 
@@ -312,11 +312,11 @@ def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool,
     length, others = lengths if is_by_query else lengths[::-1]
     assert length is not None
 
-    def assign(recorder: Recorder) -> list[Tensor]:
+    def assign(launches: LaunchBuilder) -> list[Tensor]:
         rows = Count(count, "t[0]")
-        made = recorder.empty((rows, record), (record, 1), torch.int32, length)
+        made = launches.empty((rows, record), (record, 1), torch.int32, length)
         sizes = (encode(length.shape[0]), encode(rows))
-        recorder.launch(
+        launches.add(
             assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, others, sequences.tensors, *sizes, tile, other, 32, 128
         )
         return [made]
@@ -352,22 +352,22 @@ def _size(call: Pass, tasks: _Tasks) -> Size:
     return Size(*map(encode, (tasks.batch, tasks.heads, 1, tasks.count, call.rows, call.columns)))
 
 
-def _classify(builder: PassBuilder, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, recorder: Recorder) -> Tensor:
+def _classify(builder: PassBuilder, call: Pass, schedule: Schedule, tasks: _Tasks, grid: _Grid, launches: LaunchBuilder) -> Tensor:
     """Classify the grid: int8 [batch, heads, lines, columns]."""
     blocks, size = call.operands.blocks, builder.problem.formula.block_size
     area = grid.lines * grid.columns
     strides = (tasks.heads * area, area, grid.columns, 1)
-    classes = recorder.empty((tasks.batch, tasks.heads, grid.lines, grid.columns), strides, torch.int8, call.operands.query)
+    classes = launches.empty((tasks.batch, tasks.heads, grid.lines, grid.columns), strides, torch.int8, call.operands.query)
     given = (0, 0, 1, 1, 1)
     if blocks is not None and size is not None:
         blocks = blocks.contiguous()
-        recorder.forget()
+        launches.forget()
         b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
         given = (b_stride, h_stride, blocks.shape[3], size[0] // grid.grain[0], size[1] // grid.grain[1])
     shape = tuple(map(encode, (tasks.heads, grid.lines, grid.columns, *given)))
     is_packed = call.operands.cu_q is not None
     if classes.numel():
-        recorder.launch(
+        launches.add(
             classify_tiles, (tasks.batch * tasks.heads * area,),
             classes, blocks, _size(call, tasks), tasks.spans, call.environment, shape,
             table_config(*grid.grain, is_packed=is_packed), call.functions.mask, tasks.is_by_query or not is_packed, num_warps=4,
@@ -375,10 +375,10 @@ def _classify(builder: PassBuilder, call: Pass, schedule: Schedule, tasks: _Task
     return classes
 
 
-def _list(call: Pass, tasks: _Tasks, grid: _Grid, classes: Tensor, visits: TileTable, recorder: Recorder) -> TileTable:
+def _list(call: Pass, tasks: _Tasks, grid: _Grid, classes: Tensor, visits: TileTable, launches: LaunchBuilder) -> TileTable:
     rows, width = tasks.batch * tasks.heads * tasks.count, tasks.width + 1
-    counts = recorder.empty((rows, 4), (4, 1), torch.int32, classes)
-    lists = None if visits.mode == "ranges" else recorder.empty((rows, width), (width, 1), torch.int32, classes)
+    counts = launches.empty((rows, 4), (4, 1), torch.int32, classes)
+    lists = None if visits.mode == "ranges" else launches.empty((rows, width), (width, 1), torch.int32, classes)
     is_packed = call.operands.cu_q is not None
     shape = tuple(map(encode, (tasks.heads, tasks.width, width, tasks.other, tasks.is_by_query)))
     if tasks.is_by_query or is_packed:
@@ -386,7 +386,7 @@ def _list(call: Pass, tasks: _Tasks, grid: _Grid, classes: Tensor, visits: TileT
     else:
         along = (grid.columns, 1, grid.columns, *grid.each[::-1], grid.lines)
     places = tuple(map(encode, (grid.lines * grid.columns, *along)))
-    recorder.launch(
+    launches.add(
         list_tiles, (rows,),
         classes, counts, lists, _size(call, tasks), tasks.spans, shape, places,
         table_config(0, 0, mode=visits.mode, is_packed=is_packed, is_forced=call.operands.blocks is not None), 128, num_warps=1,

@@ -27,9 +27,9 @@ from foci.backends.gpu.captured_grad import capture_gradients, find_query_tile_b
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts, is_half
 from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.passes import Pass, PassBuilder
 from foci.backends.gpu.portable_passes import PortableBackward
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.symbolic_tokens import at_most
 from foci.backends.gpu.tile_tables import Sequences, TileTable
@@ -148,28 +148,28 @@ class HopperBackward:
         self._unmasked = PassBuilder(without_mask(builder.plan))
 
     @property
-    def only_records(self) -> bool:
+    def only_launches(self) -> bool:
         """False where mask tables are built: those kernels run at once, not when they are compiled."""
         return self.is_prefix
 
-    def launch(
-        self, operands: Operands, given: Given, sequences: Sequences, recorder: Recorder, flow: Any = None
+    def build(
+        self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         """See `foci.backends.gpu.kernel.BackwardPass`."""
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         if not (query.numel() and key.numel() and value.numel()) or (self.builder.learns and find_query_tile_bias(self.builder, operands)):
-            return self.portable.launch(operands, given, sequences, recorder, flow)
+            return self.portable.build(operands, given, sequences, launches, flow)
         if p.formula.dropout and (self.fused is None or not all(self.builder.wanted)):
             # only the fused kernel supports dropout
-            return self.portable.launch(operands, given, sequences, recorder, flow)
+            return self.portable.build(operands, given, sequences, launches, flow)
         tensors = (query, key, value, given.dout)
         if not all(map(takes_descriptor, tensors)):
-            recorder.forget()
+            launches.forget()
         query, key, value, dout = (t if takes_descriptor(t) else t.contiguous() for t in tensors)
         given = given._replace(dout=dout)
-        grads = gradient_tensors(recorder, replace(operands, query=query, key=key, value=value), self.builder.wanted)
-        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, recorder)
-        lse2, delta = row_tensors(recorder, operands, given.lse, 2)
+        grads = gradient_tensors(launches, replace(operands, query=query, key=key, value=value), self.builder.wanted)
+        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, launches)
+        lse2, delta = row_tensors(launches, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         wants_all = dq is not None and dk is not None and dv is not None
         scratch = self._allocate_ds_scratch(call, query, self.ds_tiles) if wants_all and self.ds_tiles is not None else None
@@ -204,10 +204,10 @@ class HopperBackward:
         keep = call.numbers.keep_factor if self.problem.formula.dropout else None
         if operands.cu_q is not None or length % 4 or keep is not None:
             pitch = (length // 128 + operands.cu_q.shape[0] if operands.cu_q is not None else visits.tasks) * 128
-            padded_rows = tuple(call.recorder.empty((batch * heads * pitch,), (1,), torch.float32, row_values[0]) for _ in range(2))  # type: ignore[assignment]
+            padded_rows = tuple(call.launches.empty((batch * heads * pitch,), (1,), torch.float32, row_values[0]) for _ in range(2))  # type: ignore[assignment]
         tile = min(max(PREPROCESS_NUMBERS // self.builder.dims[1], 16), 128)
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
-        call.recorder.launch(
+        call.launches.add(
             begin_gradients, (batch * heads * visits.tasks, 128 // tile),
             given.out, given.dout, given.lse, given.dlse, row_values, None if padded_rows is row_values else padded_rows,
             keep, turns, encode(count), grads, call.strides, self.builder.size(call, heads, visits.tasks),
@@ -230,7 +230,7 @@ class HopperBackward:
         tiles, operands, desc = DQ_TILES[max(self.widths)], call.operands, streams.describe
         visits, functions = self.builder.visits(call, tiles.tiles, "queries"), self._build_functions(operands, "q_idx")
         batch, heads = streams.query.shape[:2]
-        call.recorder.launch(
+        call.launches.add(
             attention_query_gradient, (batch * heads * visits.tasks,),
             desc(streams.query, 64), desc(streams.key, tiles.tile_kv), desc(streams.value, tiles.tile_kv), desc(streams.dout, 64),
             *rows, desc(dq, 64), self.builder.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
@@ -247,15 +247,15 @@ class HopperBackward:
         partials = None
         if programs > 1:
             shape = (batch * heads * programs, 128, self.widths[0])
-            sums = call.recorder.empty(shape, (shape[1] * shape[2], shape[2], 1), torch.float32, streams.query)
+            sums = call.launches.empty(shape, (shape[1] * shape[2], shape[2], 1), torch.float32, streams.query)
             partials = SplitKVPartials(sums, encode(programs), encode(tiles_each))
-        call.recorder.launch(
+        call.launches.add(
             attention_few_gradients, (batch * heads * programs,),
             *(desc(t, 64) for t in streams[:4]), *rows, desc(dq, 64) if partials is None else None, desc(dk, 64), desc(dv, 64), partials,
             size, call.operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
         )  # fmt: skip
         if partials is not None:
-            call.recorder.launch(
+            call.launches.add(
                 reduce_dq_partials, (batch * heads, -(-call.rows * self.widths[0] // REDUCE_NUMBERS)),
                 partials.sums, dq, call.strides.dq, size, partials.count, call.operands.scale, config, call.unit, REDUCE_NUMBERS, 8,
                 num_warps=4, maxnreg=REDUCE_REGISTERS,
@@ -270,7 +270,7 @@ class HopperBackward:
         if count is None:
             return None
         shape, strides = (1, count * group, rows, columns), (count * group * size, size, columns, 1)
-        return _DsScratch(tiles, call.recorder.empty(shape, strides, query.dtype, query), count)
+        return _DsScratch(tiles, call.launches.empty(shape, strides, query.dtype, query), count)
 
     def _launch_by_chunks(
         self, call: Pass, streams: _Streams, dq: Tensor, grads: tuple[Tensor | None, Tensor | None], scratch: _DsScratch
@@ -285,7 +285,7 @@ class HopperBackward:
         for first in range(0, batch * kv_heads, chunk):
             count = min(chunk, batch * kv_heads - first)
             by_key(call, streams, grads, visits, ds_scratch, HeadChunk(encode(first), encode(count), tiles))
-            call.recorder.launch(
+            call.launches.add(
                 attention_kept_gradient, (count * group * tasks,),
                 _describe_ds(ds_scratch, shape.tile_kv, 64), desc(streams.key, shape.tile_kv), desc(dq, 64),
                 self.builder.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
@@ -301,7 +301,7 @@ class HopperBackward:
         functions = self._build_functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         programs = batch * kv_heads if chunk is None else chunk.heads >> 2
-        call.recorder.launch(
+        call.launches.add(
             attention_key_gradient, (programs * visits.tasks,),
             desc(streams.query, tiles.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, tiles.tile_q),
             *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
@@ -320,7 +320,7 @@ class HopperBackward:
         functions = self._build_functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         programs = batch * kv_heads if chunk is None else chunk.heads >> 2
-        call.recorder.launch(
+        call.launches.add(
             attention_split_gradient, (programs * visits.tasks,),
             *(desc(t, 64) for t in streams[:4]), *streams.describe_row_values(64), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, 64), chunk,
@@ -339,14 +339,14 @@ class HopperBackward:
         # packed: each sequence begins a new tile
         slots = call.rows // schedule.shape.tile_q + operands.cu_q.shape[0] if operands.cu_q is not None else by_query.tasks
         count = slots * (schedule.sums * batch * heads)
-        turns = call.recorder.empty((count + 1,), (1,), torch.int32, query)
+        turns = call.launches.empty((count + 1,), (1,), torch.int32, query)
         rows = slot_size.fn(schedule.shape.tile_q, self.widths[0]) // SHARE_LINE.value
-        added = call.recorder.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
+        added = call.launches.empty((count * rows, SHARE_LINE.value), (SHARE_LINE.value, 1), torch.float32, query)
         return _DqSums(schedule, slots, count, turns, added)
 
     def _launch_fused(self, call: Pass, streams: _Streams, grads: Grads, sums: _DqSums) -> None:
         """Launch the fused kernel, then the kernel that converts its accumulators to dq."""
-        operands, functions, recorder, desc = call.operands, self._build_functions(call.operands, "kv_idx"), call.recorder, streams.describe
+        operands, functions, launches, desc = call.operands, self._build_functions(call.operands, "kv_idx"), call.launches, streams.describe
         (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
         schedule, slots, total, turns, added = sums
         shape = schedule.shape
@@ -360,7 +360,7 @@ class HopperBackward:
         bits = self._build_query_bits(call, visits, shape, by_key)
         has_bits, is_affine = bits is not None, functions.line is not None
         config = self._build_config(call, shape, visits.mode, schedule, has_bits=has_bits, is_affine=is_affine)
-        recorder.launch(
+        launches.add(
             attention_gradients, (at_most(batch * kv_heads * by_key.tasks, count_sms(streams.query.device)),),
             desc(streams.query, shape.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, shape.tile_q),
             *streams.describe_row_values(shape.tile_q), _describe_dq_slots(added, total),
@@ -371,7 +371,7 @@ class HopperBackward:
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
         )  # fmt: skip
         columns = math.gcd(self.widths[0], POSTPROCESS_COLUMNS)
-        recorder.launch(
+        launches.add(
             finish_query_gradient, (batch * heads * by_query.tasks, shape.tile_q // 64 * self.widths[0] // columns),
             added, order, grads[0], call.strides.dq, self.builder.size(call, heads, by_query.tasks), by_query.spans,
             operands.scale, config, call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
@@ -384,21 +384,21 @@ class HopperBackward:
             return None
         if call.operands.cu_q is not None:
             rows, width = tasks * (1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]), visits.table.width >> 2
-            packed_ranks = call.recorder.empty((rows, width), (width, 1), torch.int32, counts)
-            call.recorder.launch(rank_packed, (rows,), packed_ranks, visits.table, visits.spans, encode(tasks), 128, 32, num_warps=4)
+            packed_ranks = call.launches.empty((rows, width), (width, 1), torch.int32, counts)
+            call.launches.add(rank_packed, (rows,), packed_ranks, visits.table, visits.spans, encode(tasks), 128, 32, num_warps=4)
             return packed_ranks
         ranks = visits.derived.get("ranks")
         if ranks is None:
             rows, width = counts.shape[0], visits.table.width >> 2
             ranks = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
-            recorder = Recorder((), None)  # separate: the pass reads the result
+            launches = LaunchBuilder((), None)  # separate: the pass reads the result
             if lists is not None:
-                recorder.launch(zero_counters, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
+                launches.add(zero_counters, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
             config = self._build_config(call, tiles, visits.mode)
-            recorder.launch(mark_tiles, (rows,), ranks, visits.table, config, 128, num_warps=1)
-            recorder.launch(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, visits.table, encode(tasks), 128, num_warps=4)
+            launches.add(mark_tiles, (rows,), ranks, visits.table, config, 128, num_warps=1)
+            launches.add(rank_tiles, (rows // tasks, (width + 127) // 128), ranks, visits.table, encode(tasks), 128, num_warps=4)
             after_launches(functools.partial(visits.derived.__setitem__, "ranks", ranks))
-        call.recorder.keep((ranks,))
+        call.launches.keep((ranks,))
         return ranks
 
     def _build_query_bits(self, call: Pass, visits: TileTable, tiles: TileShape, by_key: TileTable) -> Tensor | None:
@@ -412,13 +412,13 @@ class HopperBackward:
         if bits is None:
             bits = torch.empty(shape, dtype=dtype, device=counts.device)
             heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
-            Recorder((), None).launch(
+            LaunchBuilder((), None).add(
                 pack_queries, (shape[0] * (tiles.tile_kv // 64), 8),
                 bits, visits.table, self.builder.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
                 self._build_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,
             )  # fmt: skip
             after_launches(functools.partial(visits.derived.__setitem__, "query bits", bits))
-        call.recorder.keep((bits,))
+        call.launches.keep((bits,))
         return bits
 
     def _build_functions(self, operands: Operands, resident: str) -> KernelFunctions:

@@ -16,9 +16,9 @@ from foci.backends.gpu.architectures import count_sms
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts
 from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.passes import Pass, PassBuilder
 from foci.backends.gpu.portable_passes import PortableForward
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.symbolic_tokens import at_most
 from foci.backends.gpu.tile_tables import Sequences, TileTable
@@ -68,13 +68,13 @@ class HopperForward:
         self.is_even = self.is_bounded and self.variant.mask == const(True)
         self._unmasked = PassBuilder(without_mask(builder.plan)) if self.is_bounded else builder
 
-    def launch(self, operands: Operands, sequences: Sequences, recorder: Recorder) -> Results:
+    def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder) -> Results:
         """See `foci.backends.gpu.kernel.ForwardPass`."""
         query, is_jagged = operands.query, operands.cu_q is not None
         if 0 in (*query.shape, *operands.key.shape, *operands.value.shape):
-            return self.portable.launch(operands, sequences, recorder)
-        out, lse, row_max = result_tensors(recorder, operands, self.problem)
-        call = self.builder.begin(operands, {"out": out}, sequences, recorder)
+            return self.portable.build(operands, sequences, launches)
+        out, lse, row_max = result_tensors(launches, operands, self.problem)
+        call = self.builder.begin(operands, {"out": out}, sequences, launches)
         is_plain = call.is_plain and operands.scale > 0
         schedule = forward_schedule(self.problem, dense_sizes(operands))
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.short_tasks_last)
@@ -93,11 +93,11 @@ class HopperForward:
             describe(t, n, padded_width(t.shape[-1]), ragged=is_jagged)
             for t, n in ((query, 64), (operands.key, schedule.tile_kv), (operands.value, schedule.tile_kv), (out, 64))
         )
-        programs, tickets, halved = self._programs(count, schedule, operands, visits, recorder)
+        programs, tickets, halved = self._programs(count, schedule, operands, visits, launches)
         masked_table = MaskedTable(
             *table, mask_bits.bits, mask_bits.limits, tickets, encode(halved), mask_bits.order, self._encode_short_last(schedule, operands)
         )
-        recorder.launch(
+        launches.add(
             attention_forward, (programs,),
             *sources, lse, row_max, size, visits.spans, masked_table, call.numbers._replace(scale=operands.scale), call.environment,
             self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, mask_bits=mask_bits, is_affine=is_affine),
@@ -106,11 +106,11 @@ class HopperForward:
         )  # fmt: skip
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.builder.config(call, tiles, visits))
-            recorder.launch(zero_fill_gaps, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
+            launches.add(zero_fill_gaps, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
         return Results(out, lse, row_max)
 
     def _programs(
-        self, tasks: int, schedule: Schedule, operands: Operands, visits: TileTable, recorder: Recorder
+        self, tasks: int, schedule: Schedule, operands: Operands, visits: TileTable, launches: LaunchBuilder
     ) -> tuple[int, Tensor | None, int]:
         """(number of programs, ticket counter of persistent ones or None, how many of the last tasks are split between two programs).
 
@@ -122,9 +122,9 @@ class HopperForward:
         programs = at_most(tasks, schedule.programs_per_sm * count_sms(operands.query.device))
         if operands.cu_q is not None:
             return programs, None if schedule.static else visits.spans.tasks, 0
-        tickets = None if schedule.static else recorder.empty((1,), (1,), torch.int32, operands.query)
+        tickets = None if schedule.static else launches.empty((1,), (1,), torch.int32, operands.query)
         if tickets is not None and programs < tasks:
-            recorder.launch(zero_counters, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
+            launches.add(zero_counters, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
         in_last_round = tasks % programs if self.is_even else 0
         return programs, tickets, in_last_round if 2 * in_last_round <= programs else 0
 
@@ -158,7 +158,7 @@ class HopperForward:
         if mask_bits is None:
             mask_bits = self._build_mask_bits(call, options, tiles, visits, lists)
             after_launches(functools.partial(visits.derived.__setitem__, ("mask bits", options), mask_bits))
-        call.recorder.keep(mask_bits)
+        call.launches.keep(mask_bits)
         return mask_bits
 
     def _build_mask_bits(self, call: Pass, options: _TableOptions, tiles: Tiles, visits: TileTable, lists: Tensor) -> MaskBits:
@@ -168,7 +168,7 @@ class HopperForward:
         size, mask = self.builder.size(call, heads, visits.tasks), call.functions.mask
         places = (visits.spans, call.environment, encode(heads), self.builder.config(call, tiles, visits))
         rows, width = lists.shape
-        tables = Recorder((), None)  # separate: the pass reads the result
+        tables = LaunchBuilder((), None)  # separate: the pass reads the result
         bits = MaskBits(
             torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
             torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),
@@ -177,16 +177,14 @@ class HopperForward:
         if moves:
             bits = bits._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
             keys = torch.zeros((rows, width, tiles.tile_kv), dtype=torch.int8, device=lists.device)
-            tables.launch(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
+            tables.add(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
             cover_args, width_pow2 = (bits.starts, bits.counts, keys), triton.next_power_of_2(width)
-            tables.launch(cover_keys, (rows,), *cover_args, table, size, visits.spans, places[-1], width_pow2, 1024, num_warps=4)
+            tables.add(cover_keys, (rows,), *cover_args, table, size, visits.spans, places[-1], width_pow2, 1024, num_warps=4)
             table = table._replace(counts=bits.counts, lists=bits.starts)
         if sorts:
             bits = bits._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
-            tables.launch(
-                order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), bits.order, table.counts, size, 64, num_warps=4
-            )
-        tables.launch(
+            tables.add(order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), bits.order, table.counts, size, 64, num_warps=4)
+        tables.add(
             pack_masks, (rows * (tiles.tile_q // 64), 8),
             bits.bits, bits.limits, table, size, *places, mask, 8, bits.starts is not None, num_warps=4,
         )  # fmt: skip

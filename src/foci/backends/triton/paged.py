@@ -17,10 +17,10 @@ from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.decode import Pages
 from foci.backends.gpu.kernel import GpuKernel, is_elsewhere
 from foci.backends.gpu.kernel_args import encode
+from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import find_pass, keep_pass
 from foci.backends.gpu.passes import PassBuilder
 from foci.backends.gpu.portable_passes import PortableBackward, PortableForward
-from foci.backends.gpu.recorder import Recorder
 from foci.backends.gpu.schedules import Schedule, padded_dim, shares_tile
 from foci.backends.gpu.stream_state import current_stream
 from foci.backends.gpu.symbolic_tokens import count_tokens
@@ -36,10 +36,10 @@ _PROGRAMS: Final = 1056
 """Programs that a decode is split into: several per SM, so that the last ones cost little."""
 
 
-class _Joined(Recorder):
+class _Joined(LaunchBuilder):
     """Builds one launch list of a decode and the kernels that build its tile table, since lengths differ from call to call."""
 
-    def another(self, inputs: Inputs, stream: int | None) -> Recorder:
+    def another(self, inputs: Inputs, stream: int | None) -> LaunchBuilder:
         return self
 
 
@@ -70,11 +70,11 @@ class PagedKernel:
             if stays:
                 kernel.know(operands, whole, found)
             return Results(*found.run(inputs)[: kernel.results])
-        recorder = _Joined(inputs, None if key is None else current_stream(operands.query))
+        launches = _Joined(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
-            results = self._decode(operands, recorder)
-            recorder.finish(tokens)
-        if key is not None and (built := recorder.built) is not None:
+            results = self._decode(operands, launches)
+            launches.finish(tokens)
+        if key is not None and (built := launches.built) is not None:
             keep_pass(key, whole, (), built)
             if stays:
                 kernel.know(operands, whole, built)
@@ -99,11 +99,11 @@ class PagedKernel:
             return False
         return shares_tile(heads // kv_heads, length) and operands.max_kv > 0
 
-    def _decode(self, operands: Operands, recorder: Recorder) -> Results:
+    def _decode(self, operands: Operands, launches: LaunchBuilder) -> Results:
         builder, query, key = self.builder, operands.query, operands.key
         lengths, table = _collect_pages(operands)
-        outputs = result_tensors(recorder, operands, builder.problem)
-        call = builder.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), recorder)
+        outputs = result_tensors(launches, operands, builder.problem)
+        call = builder.begin(operands, {"out": outputs[0]}, Sequences(kv_length=lengths, stays=False), launches)
         call = replace(call, columns=operands.max_kv)
         schedule = self._schedule(operands)
         visits = build_visits(builder, call, schedule, "queries")

@@ -1,7 +1,7 @@
 """Builds the launch list of a forward or backward pass, so that a later call of the same geometry runs it without the host's work.
 
-Launches depend on shapes, strides, numbers and the plan, not on addresses. A `Recorder` compiles kernels and keeps them with their
-arguments, as a `foci.backends.gpu.launch_program.Template`, which the first call and every later one run.
+Launches depend on shapes, strides, numbers and the plan, not on addresses. A `LaunchBuilder` compiles kernels and keeps them with their
+arguments, as a `foci.backends.gpu.launch_list.Template`, which the first call and every later one run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from foci.backends.contract import Inputs
 from foci.backends.gpu.compiling import Waiting, after_launches, compile_and_launch, compile_and_load, launch_waiting, waiting
 from foci.backends.gpu.kernel_args import Config, Strides
-from foci.backends.gpu.launch_program import (
+from foci.backends.gpu.launch_list import (
     Arguments,
     Joint,
     Launch,
+    LaunchList,
     Maps,
     New,
-    Recording,
     Source,
     Template,
     Tiles,
@@ -37,7 +37,7 @@ from foci.backends.gpu.symbolic_tokens import Count, Tokens
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.compat.triton import bottom_of
 
-__all__ = ["Recorder", "plain_arguments"]
+__all__ = ["LaunchBuilder", "plain_arguments"]
 
 
 def _defaults(function: Any, given: int) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 class _UnknownTensor(Exception):
-    """An argument is neither a tensor of the pass nor one given to `Recorder.keep`."""
+    """An argument is neither a tensor of the pass nor one given to `LaunchBuilder.keep`."""
 
 
 def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | None:
@@ -94,7 +94,7 @@ class _Pending(NamedTuple):
     options: dict[str, Any]
 
 
-class Recorder:
+class LaunchBuilder:
     """Builds the launch list of a pass, and runs it once, on the tensors that it was built with.
 
     Nothing is launched before `finish`: the first run launches what every later run does. A pass that cannot be repeated is launched
@@ -118,7 +118,7 @@ class Recorder:
         self._sources: list[Source | None] = []
         self._launches: list[Launch] | None = None if stream is None else []
         self._pending: list[_Pending] = []
-        self._built: Recording | None = None
+        self._built: LaunchList | None = None
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Allocate an uninitialised tensor on the device of `like`; each run allocates its own."""
@@ -144,15 +144,15 @@ class Recorder:
         self._kept += tensors
         self._sources.append(source)
 
-    def another(self, inputs: Inputs, stream: int | None) -> Recorder:
-        """Return a recorder for launches that precede the pass and make a launch list of their own."""
-        return Recorder(inputs, stream)
+    def another(self, inputs: Inputs, stream: int | None) -> LaunchBuilder:
+        """Return a builder for launches that precede the pass and make a launch list of their own."""
+        return LaunchBuilder(inputs, stream)
 
     def forget(self) -> None:
         """Build no launch list: the pass does something that cannot be repeated."""
         self._launch_pending()
 
-    def launch(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
+    def add(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Add a launch. Within `compile_in_parallel` it waits until all kernels are compiled. `between`: see `Launch`."""
         plain, queue = plain_arguments(args), waiting()
         fill_cache_keys((function, *plain))
@@ -200,11 +200,11 @@ class Recorder:
             self._launch_pending()
             return
         self._pending.clear()
-        self._built = Template(self._launches, self._made, self._kept, self._sources).as_recorded(tokens)
+        self._built = Template(self._launches, self._made, self._kept, self._sources).as_built(tokens)
         self._built.launch(tensor_addresses(self._tensors), list(self._tensors))
 
     @property
-    def built(self) -> Recording | None:
+    def built(self) -> LaunchList | None:
         """The launch list of a finished pass; None if it cannot be repeated."""
         queue = waiting()
         if queue:

@@ -1,4 +1,4 @@
-"""Passes that are noted once and launched again: the same launches, with the addresses of the call at hand."""
+"""Launch lists: built once, run at every call, with the addresses of the call at hand."""
 
 import gc
 import sys
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recordings import SLOPES, VARIANTS, Compiled, addressed, made, operands_of
+from kernel_stand_ins import SLOPES, VARIANTS, Compiled, addressed, made, operands_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.gpu import launch_cache, launch_program, recorder, tile_tables
+from foci.backends.gpu import launch_builder, launch_cache, launch_list, tile_tables
 from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.symbolic_tokens import Count
 from foci.compat import cuda
@@ -199,11 +199,11 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
     compiled = Compiled("kernel", [], 4)
     compiled.run = Launcher(given, [{"swizzle": 3}])
     x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
-    noted = launch_program.Arguments(
-        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, launch_program.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
+    noted = launch_list.Arguments(
+        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, launch_list.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
     )
-    launch = recorder.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
-    again = launch_program.Template([launch], [], [], []).as_recorded((0, 0))
+    launch = launch_builder.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
+    again = launch_list.Template([launch], [], [], []).as_built((0, 0))
     for _ in range(3):
         for pair in ((x, y), (y, x)):
             again.run(pair)
@@ -212,7 +212,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
     assert len(described) == 2  # once for each address
     monkeypatch.setattr(compat, "release", lambda: (3, 99))
-    assert recorder.direct(compiled, (8, 1, 1, 0, 7), noted) is None
+    assert launch_builder.direct(compiled, (8, 1, 1, 0, 7), noted) is None
 
 
 def test_maps_are_made_once_for_so_many_tokens():
@@ -222,8 +222,8 @@ def test_maps_are_made_once_for_so_many_tokens():
         made.append((tiles.base.data_ptr(), list(tiles.shape)))
         return [len(made)]
 
-    tiles = launch_program.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
-    maps = launch_program.Maps(tiles, make, {})
+    tiles = launch_list.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
+    maps = launch_list.Maps(tiles, make, {})
     x, y = torch.zeros(8, 64), torch.zeros(8, 64)
 
     def of(tensor, tokens):
@@ -233,9 +233,9 @@ def test_maps_are_made_once_for_so_many_tokens():
 
     assert [of(x, 8), of(y, 8), of(x, 5), of(x, 8), of(y, 8), of(x, 5), of(y, 5)] == [1, 2, 3, 1, 2, 3, 4]
     assert made == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
-    for tokens in range(100, 100 + 2 * launch_program._SHAPES):
+    for tokens in range(100, 100 + 2 * launch_list._SHAPES):
         of(x, tokens)
-    assert len(maps._of_others) == launch_program._SHAPES
+    assert len(maps._of_others) == launch_list._SHAPES
     assert of(x, 8) == len(made)  # forgotten, and made again
 
 
@@ -245,11 +245,11 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
     cpu = torch.device("cpu")
     shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
     strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
-    news = [launch_program.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
+    news = [launch_list.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
     places = [(at, at) for at in range(6)]
-    launch = launch_program.Launch(lambda *args: given.append(args), launch_program.Arguments([None] * 6, places, [], [], []))
+    launch = launch_list.Launch(lambda *args: given.append(args), launch_list.Arguments([None] * 6, places, [], [], []))
     x = torch.zeros(3)
-    pass_ = launch_program.Template([launch], news, (), []).as_recorded((6, 6)).returning(2, packed=packed)
+    pass_ = launch_list.Template([launch], news, (), []).as_built((6, 6)).returning(2, packed=packed)
     for tokens in (6, 100):
         bound = pass_.template.bound(None, (tokens, tokens), ())
         made = bound.run((x,))
@@ -271,7 +271,7 @@ def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
     results = attention.forward(operands)
     attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
     refs = [weakref.ref(t) for t in (operands.query, operands.key, operands.value, results.out, results.lse, *operands.captures)]
-    assert len(tile_tables._DENSE_SEQUENCES.recordings._found) == 2
+    assert len(tile_tables._DENSE_SEQUENCES.launch_lists._found) == 2
     logs[0].clear()
     del operands, results, bound
     assert [ref() for ref in refs] == [None] * len(refs)
@@ -361,10 +361,10 @@ def test_the_first_call_launches_as_every_later_one(logs):
 def test_a_pass_with_a_tensor_of_nobody_is_launched_through_triton_in_order(logs, unknown):
     worked_out, launched = logs
     query = torch.zeros(1, 1, 16, 16)
-    own = recorder.Recorder((query,), 0)
+    own = launch_builder.LaunchBuilder((query,), 0)
     with compile_in_parallel():
         for n in range(3):
-            own.launch(tile_tables.place_sequences, (n + 1,), *[torch.zeros(4) if n == unknown else query] * 4, 0, 256)
+            own.add(tile_tables.place_sequences, (n + 1,), *[torch.zeros(4) if n == unknown else query] * 4, 0, 256)
         own.finish((16, 16))
     assert own.built is None
     assert [entry[1][0] for entry in worked_out if entry.is_launch] == [1, 2, 3]
@@ -374,10 +374,10 @@ def test_a_pass_with_a_tensor_of_nobody_is_launched_through_triton_in_order(logs
 def test_a_pass_that_turns_out_not_to_be_repeatable_is_launched_in_order(logs):
     worked_out, launched = logs
     query = torch.zeros(1, 1, 16, 16)
-    own = recorder.Recorder((query,), 0)
-    own.launch(tile_tables.place_sequences, (1,), *[query] * 4, 0, 256)
+    own = launch_builder.LaunchBuilder((query,), 0)
+    own.add(tile_tables.place_sequences, (1,), *[query] * 4, 0, 256)
     own.forget()
-    own.launch(tile_tables.place_sequences, (2,), *[query] * 4, 0, 256)
+    own.add(tile_tables.place_sequences, (2,), *[query] * 4, 0, 256)
     own.finish((16, 16))
     assert own.built is None
     assert [entry[1][0] for entry in worked_out if entry.is_launch] == [1, 2]

@@ -1,8 +1,8 @@
 """Launch lists that can be repeated: the compiled kernels of a forward or backward pass, with their arguments.
 
-    Template     launches and the tensors they allocate. It holds neither starts and lengths of packed sequences nor their number of tokens:
-                 arguments that depend on the tokens are `Count`s
-    Recording    a template bound to sequences and a number of tokens; it launches with the addresses of a call
+    Template      launches, and the tensors that they allocate. It holds neither starts, lengths nor number of tokens of packed sequences:
+                  arguments that depend on the tokens are `Count`s
+    LaunchList    a template bound to sequences and a number of tokens; it launches with the addresses of a call
 
 "role" is the number of a tensor of the pass: inputs first, then what the pass allocates.
 """
@@ -28,9 +28,9 @@ __all__ = [
     "Binding",
     "Joint",
     "Launch",
+    "LaunchList",
     "Maps",
     "New",
-    "Recording",
     "Sized",
     "Source",
     "Template",
@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
     """Always empty, for the interface of `Maps`: a cached descriptor would keep its tensor alive."""
 
     def __call__(self, base: Any, address: Any) -> Any:
-        made: Any = object.__new__(self.kind)  # checked when it was recorded
+        made: Any = object.__new__(self.kind)  # checked when the list was built
         made.__dict__ = {"base": base, **self.rest}
         return made
 
@@ -253,7 +253,7 @@ _SHAPES: Final = 64
 
 
 class Template:
-    """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was recorded with."""
+    """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with."""
 
     __slots__ = ("_kept", "_results", "_sized", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
 
@@ -307,16 +307,16 @@ class Template:
         other._ways = self._ways
         return other
 
-    def as_recorded(self, tokens: Tokens) -> Recording:
-        """Bind to the sequences that it was recorded with."""
+    def as_built(self, tokens: Tokens) -> LaunchList:
+        """Bind to the sequences that it was built with."""
         rows, columns = map(int, tokens)  # plain integers: arithmetic on `Count`s would slow each run down
-        return Recording(self, Binding((rows, columns), self._kept))
+        return LaunchList(self, Binding((rows, columns), self._kept))
 
-    def bound(self, sequences: Any, tokens: Tokens, captures: Inputs) -> Recording:
+    def bound(self, sequences: Any, tokens: Tokens, captures: Inputs) -> LaunchList:
         """Bind to other sequences."""
         rows, columns = map(int, tokens)
         kept = [t for source in self._sources if source is not None for t in source(sequences, (rows, columns), captures)]
-        return Recording(self, Binding((rows, columns), kept))
+        return LaunchList(self, Binding((rows, columns), kept))
 
 
 class _Way(NamedTuple):
@@ -439,7 +439,7 @@ class Sized:
         return all(isinstance(made, Maps) for makers in self.makers for made in makers)
 
 
-class Recording:
+class LaunchList:
     """A template bound to sequences: launches that can be repeated.
 
     Attributes:
@@ -470,9 +470,9 @@ class Recording:
         found = self.sized.scratch
         return (0, []) if found is None else (found[0].args[0][0], found[1])
 
-    def returning(self, count: int, *, packed: bool) -> Recording:
+    def returning(self, count: int, *, packed: bool) -> LaunchList:
         """See `Template.returning`."""
-        return Recording(self.template.returning(count, packed=packed), self._binding)
+        return LaunchList(self.template.returning(count, packed=packed), self._binding)
 
     def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
         """Launch with other tensors of the same geometry, alignment and stream. Returns the results, in order.

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.gpu import launch_cache, launch_program, portable_passes, recorder, tile_tables
+from foci.backends.gpu import launch_builder, launch_cache, launch_list, portable_passes, tile_tables
 from foci.backends.triton.kernel import build_kernel
 
 MODULES = {module: LAUNCHED[module] for module in (portable_passes, tile_tables)}
@@ -126,20 +126,20 @@ def forget_launches(monkeypatch):
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(tile_tables, "_sequence_cache", type(tile_tables._sequence_cache)())
     monkeypatch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))
-    monkeypatch.setattr(tile_tables, "_recording_cache", weak_cache.WeakCache(256))
+    monkeypatch.setattr(tile_tables, "_launch_list_cache", weak_cache.WeakCache(256))
     monkeypatch.setattr(launch_cache, "_templates", weak_cache.WeakCache(1024))
 
 
 def keep_descriptors(compiled, place, noted):
-    """In place of `recorder.direct`: a repeated launch is given the tensor descriptors that Triton would be given."""
-    tiles = [(at, role, launch_program.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
+    """In place of `launch_builder.direct`: a repeated launch is given the tensor descriptors that Triton would be given."""
+    tiles = [(at, role, launch_list.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
     arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
-    return launch_program.Launch(compiled.run, arguments)
+    return launch_list.Launch(compiled.run, arguments)
 
 
 def plan_for_a_gpu(monkeypatch, arch=90, *features):
     """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
-    monkeypatch.setattr(recorder, "direct", keep_descriptors)
+    monkeypatch.setattr(launch_builder, "direct", keep_descriptors)
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", *features})))
     for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
