@@ -33,7 +33,7 @@ class Side(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What was measured of a case: seconds of each round, of both sides in the same order; empty where a side does not run it."""
+    """What was measured of a case: seconds of each round, of both sides in the same order; empty where a side cannot run it."""
 
     case: str
     base: list[float]
@@ -68,7 +68,7 @@ def format_table(lines: Sequence[Line], slower: set[str], names: tuple[str, str]
     rows = [("case", *names, "ratio", "")]
     for line in lines:
         ratio = f"{statistics.median(line.ratios):.3f}" if line.ratios else "-"
-        verdict = "SLOWER" if line.case in slower else "" if line.ratios else "runs on one side only"
+        verdict = "SLOWER" if line.case in slower else "" if line.ratios else "not compared, see above"
         rows.append((line.case, format_time(line.base), format_time(line.head), ratio, verdict))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join(

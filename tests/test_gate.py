@@ -1,8 +1,12 @@
 """benchmarks/gate.py: what it calls slower, and that it finds a commit that is."""
 
 import importlib.util
+import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,7 +62,7 @@ def test_the_table_says_what_ran_and_what_is_slower(gate):
         ["case", "v1", "v2", "ratio"],
         ["a", "1", "us", "2", "us", "2.000", "SLOWER"],
         ["b", "2", "ms", "1", "ms", "0.500"],
-        ["c", "-", "-", "-", "runs", "on", "one", "side", "only"],
+        ["c", "-", "-", "-", "not", "compared,", "see", "above"],
     ]
 
 
@@ -73,3 +77,16 @@ def test_a_slower_tree_is_found(gate, tmp_path, capfd):
     screen = capfd.readouterr().out
     assert "SLOWER" in screen
     assert "1 of 1 cases are more than 5% slower" in screen
+
+
+def test_every_case_but_the_kernels_runs():
+    """What a case says when it cannot run is no number, and the table would only say that it was not compared."""
+    script = PATH.with_name("gate_cases.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    question = json.dumps(["prepare", ["host cost", "first call"]])
+    done = subprocess.run(
+        [sys.executable, str(script), "cpu", str(ROOT / "src")], env=environment, input=question, capture_output=True, text=True, check=True
+    )
+    answers = json.loads(done.stdout)
+    assert len(answers) == 8
+    assert {name: error for name, error in answers.items() if error is not None} == {}
