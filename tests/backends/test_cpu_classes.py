@@ -119,8 +119,9 @@ def test_classes_of_masks_of_every_shape_and_stride(name):
 
 def test_classes_of_a_mask_that_depends_on_the_head_itself():
     keep = patches(160, 640)
-    found, is_shared, panel = classes(160, 640, mask=lambda b, h, i, j: keep[i, j] & (j >= 100 * h))
-    wanted = keep & (torch.arange(640) >= 100 * torch.arange(4)[:, None, None])
+    # at the edge of a panel on every machine: where both parts of a mask are partial, the class of their tile is partial too
+    found, is_shared, panel = classes(160, 640, mask=lambda b, h, i, j: keep[i, j] & (j >= 128 * h))
+    wanted = keep & (torch.arange(640) >= 128 * torch.arange(4)[:, None, None])
     torch.testing.assert_close(found, by_hand(wanted.expand(2, 4, 160, 640), panel))
     assert is_shared  # by the two batch entries
 
