@@ -38,8 +38,8 @@ class Scale:
         steps, few_steps: training steps with the first pattern, and with each other pattern.
     """
 
-    passages: int = 32
-    batch: int = 16
+    passages: int = 16
+    batch: int = 8
     rounds: int = 2
     decoder_batch: int = 2
     decoder_length: int = 512
