@@ -54,7 +54,7 @@ check: $(STAMP) ## lint, types and a core of the tests, in two minutes
 	$(say) "core of the tests on $(JOBS) processes, each of which first imports torch and collects"
 	@$(PYTEST) -q --sample=24 --draw=$(DRAW) $(CORE) $(ARGS)
 
-test: $(STAMP) ## the suite as CI runs it: a tenth of the largest tests' cases
+test: $(STAMP) ## the suite, with a tenth of the largest tests' cases
 	$(say) "tests with $(SAMPLE) on $(JOBS) processes: half a minute to collect, then a line for every 70 tests"
 	@$(PYTEST) --durations=15 $(SAMPLE) $(ARGS)
 

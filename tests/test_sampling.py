@@ -1,4 +1,4 @@
-"""Which parts of the tests of many cases CI runs."""
+"""Which parts of the tests of many cases CI and `make test` run."""
 
 import itertools
 
@@ -6,19 +6,20 @@ import pytest
 
 from sampling import drawn_part
 
+# Parts, and how many commits in a row, and runs of every n-th commit for any n up to 16, draw all of them: of `make test`, and of CI.
+ENOUGH = [(10, 13, 69), (16, 21, 152)]
+
 
 @pytest.mark.parametrize("step", range(1, 17))
-def test_every_part_is_drawn_within_a_day(step):
-    """A day has hundreds of commits. Wherever CI begins, and if it runs every 16th alone, 69 runs draw each of the ten parts."""
+@pytest.mark.parametrize(("parts", "in_a_row", "runs"), ENOUGH)
+def test_every_part_is_drawn_within_days(parts, in_a_row, runs, step):
+    """A day has hundreds of commits. Each part comes soon, wherever CI begins, and if it runs every 16th commit alone."""
+    enough = in_a_row if step == 1 else runs
     for first in range(1000):
-        assert {drawn_part(first + step * run, 10) for run in range(69)} == set(range(10))
+        assert {drawn_part(first + step * run, parts) for run in range(enough)} == set(range(parts))
 
 
-def test_thirteen_commits_in_a_row_draw_every_part():
-    for first in range(1000):
-        assert {drawn_part(commit, 10) for commit in range(first, first + 13)} == set(range(10))
-
-
-def test_parts_are_alike_in_size():
-    parts = [drawn_part(commit, 10) for commit in range(2000)]
-    assert all(190 <= len(list(group)) <= 210 for _, group in itertools.groupby(sorted(parts)))
+@pytest.mark.parametrize(("parts", "in_a_row", "runs"), ENOUGH)
+def test_parts_are_alike_in_size(parts, in_a_row, runs):
+    drawn = sorted(drawn_part(commit, parts) for commit in range(200 * parts))
+    assert all(190 <= len(list(group)) <= 210 for _, group in itertools.groupby(drawn))
