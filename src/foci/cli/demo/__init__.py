@@ -41,7 +41,7 @@ class Scale:
     passages: int = 16
     batch: int = 8
     rounds: int = 2
-    decoder_batch: int = 1
+    decoder_batch: int = 2
     decoder_length: int = 512
     steps: int = 200
     few_steps: int = 5
