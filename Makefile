@@ -46,7 +46,7 @@ resolve: $(STAMP) ## check that pip can install foci and its tests from PyPI alo
 		--dry-run --ignore-installed --constraint constraints.txt '.[demo,docs,test]'
 
 demo: $(STAMP) ## a trained transformer on foci; pictures in demo-output/
-	$(say) "demo: one to two minutes on two cores; pictures go to demo-output/"
+	$(say) "demo: one to four minutes on two cores; pictures go to demo-output/"
 	@$(BIN)/foci demo
 
 check: $(STAMP) ## lint, types and a core of the tests, in two minutes

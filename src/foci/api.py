@@ -199,11 +199,12 @@ class Explanation:
         return f"{head}\n{sizes}\nscore: {p.variant}\n{self.decision.table()}{notes}"
 
 
+@with_strict_signature
 def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *positional: Any,
     mask: MaskLike = None,
     score: ScoreLike = None,
     bias: Tensor | None = None,
@@ -211,6 +212,7 @@ def explain(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_aux: AuxRequest | None = None,
+    **unknown: Any,
 ) -> Explanation:
     """What `attention` would do with these arguments: every backend with its verdict and reason. Nothing runs.
 
@@ -227,6 +229,8 @@ def explain(
         >>> explanation.backend is not None
         True
     """
+    if positional or unknown:
+        refuse_arguments("explain", positional, unknown)
     nested = is_nested(query, key, value)
     if nested and has_strided(query, key, value):
         query, key, value = as_jagged((query, key, value))

@@ -92,6 +92,12 @@ CASES = {
     "positional score": (lambda: foci.attention(Q, Q, Q, foci.scores.softcap(3.0)), TypeError, "got Score in fourth place: write score="),
     "positional bias": (lambda: foci.attention(Q, Q, Q, Q[0, 0]), TypeError, "got Tensor in fourth place: write bias="),
     "is_causal": (attend(is_causal=True), TypeError, r"^attention has no argument is_causal= \(got True\): write mask=foci\.masks\.causal\(\)"),
+    "positional mask of explain": (
+        lambda: foci.explain(Q, Q, Q, foci.masks.causal()), TypeError, "^explain takes query, key and value by position .*: write mask="
+    ),
+    "is_causal of explain": (
+        lambda: foci.explain(Q, Q, Q, is_causal=True), TypeError, r"^explain has no argument is_causal= \(got True\): write mask="
+    ),
     "score_mod": (attend(score_mod=near), TypeError, r"^attention has no argument score_mod= \(got function\): write score="),
     "misspelt": (attend(masc=near), TypeError, r"^attention has no argument masc= \(got function\): did you mean mask=\?"),
     "of no likeness": (attend(flag=1), TypeError, r"^attention has no argument flag= \(got 1\): there are mask, score, bias, sink, scale"),
@@ -121,8 +127,9 @@ def test_what_is_right_still_runs():
     assert foci.attention(Q, Q, Q, mask=foci.masks.document_offsets(torch.tensor([0, 5, 5, 16]))).isfinite().all()
 
 
-def test_refused_arguments_are_not_in_the_signature():
-    kinds = {p.kind for p in inspect.signature(foci.attention).parameters.values()}
+@pytest.mark.parametrize("function", [foci.attention, foci.explain])
+def test_refused_arguments_are_not_in_the_signature(function):
+    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
-from foci.backends.gpu import launch_builder, launch_cache, launch_list, tile_tables
+from foci.backends.gpu import allocations, launch_builder, launch_cache, launch_list, tile_tables
 from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.symbolic_tokens import Count
 from foci.compat import cuda
@@ -245,7 +245,7 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
     cpu = torch.device("cpu")
     shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
     strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
-    news = [launch_list.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
+    news = [allocations.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
     places = [(at, at) for at in range(6)]
     launch = launch_list.Launch(lambda *args: given.append(args), launch_list.Arguments([None] * 6, places, [], [], []))
     x = torch.zeros(3)

@@ -17,15 +17,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
+from foci.backends.gpu.allocations import Joint, New
 from foci.backends.gpu.compiling import Waiting, after_launches, compile_and_launch, compile_and_load, launch_waiting, waiting
 from foci.backends.gpu.kernel_args import Config, Strides
 from foci.backends.gpu.launch_list import (
     Arguments,
-    Joint,
     Launch,
     LaunchList,
     Maps,
-    New,
     Source,
     Template,
     Tiles,

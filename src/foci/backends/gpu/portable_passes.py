@@ -46,6 +46,7 @@ class PortableForward:
         self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
 
     def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder) -> Results:
+        """See `foci.backends.gpu.kernel.ForwardPass`."""
         query = operands.query
         rows = query.shape[:3]
         outputs = result_tensors(launches, operands, self.builder.problem)
@@ -145,6 +146,7 @@ class PortableBackward:
     def build(
         self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        """See `foci.backends.gpu.kernel.BackwardPass`."""
         grads = gradient_tensors(launches, operands, self.builder.wanted)
         call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, launches)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
