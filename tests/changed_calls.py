@@ -15,6 +15,7 @@ from torch import Tensor
 
 import foci
 from foci import block_mask, call_cache, core, execution, masks, operator, trace_functions
+from foci.backends.contract import Kernel
 from foci.nn import padding_mask_scan
 from foci.operator import compiled_call
 from foci.operator.op_schema import flatten, unpack_results
@@ -117,7 +118,7 @@ class _Copy:
     def compile(self, plan: Any, /) -> Any:
         kernel = foci.backends.load("blocked").compile(plan)
 
-        class Twice:
+        class Twice(Kernel):
             def forward(self, operands: Any, /) -> Any:
                 results = kernel.forward(operands)
                 return replace(results, out=results.out * 2)

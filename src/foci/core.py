@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from foci.execution import choose_kernel, decide
 from foci.ir.function_fingerprint import Fingerprint, fingerprint
 from foci.operator import (
     NOTHING,
-    Optional,
     Outline,
     as_batch,
     attend,
@@ -23,11 +22,12 @@ from foci.operator import (
     is_plain_eager,
     make_outline,
     optional_tensors,
+    outline_of,
     packed_rows,
 )
 from foci.planner import Decision
 from foci.prepare import Extras, draw_seed, prepare
-from foci.problem import Formula, Geometry, Operands, Results
+from foci.problem import Formula, Operands, OptionalTensors, Program, Results
 from foci.spec import CallSpec, Needs, find_needs, spec_of_functions
 from foci.trace_functions import is_kept
 
@@ -49,7 +49,7 @@ class PlannedCall(NamedTuple):
 
     outline: Outline
     tensors: tuple[Tensor, ...]
-    optional: Optional
+    optional: OptionalTensors
 
 
 class _Site(NamedTuple):
@@ -145,7 +145,8 @@ def _with_tensors(known: _Known, given: Tensors, functions: tuple[Fingerprint, F
     if not has_dropout and e.cu_q is None and e.page_table is None and e.blocks is None:
         return PlannedCall(known.outline, tensors, NOTHING)
     seed = draw_seed(given[0].device) if has_dropout else None
-    return PlannedCall(known.outline, tensors, (seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table))
+    optional = OptionalTensors(seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
+    return PlannedCall(known.outline, tensors, optional)
 
 
 def _plan(site: _Site) -> PlannedCall:
@@ -164,22 +165,27 @@ def _plan(site: _Site) -> PlannedCall:
         and is_kept(*site.functions, operands.query.device, has_blocks=has_blocks)
         and all(id(t) in spots for t in operands.captures)
     )
-    geometry = Geometry(packed=packed) if is_complete else None
-    call = _outlined(site, formula, operands, geometry)
-    if is_complete:
-        call_cache.keep(site.spec, _Known(call.outline, tuple(spots[id(t)] for t in operands.captures)))
+    if not is_complete:
+        first = tensors if packed else (operands.query, operands.key, operands.value)
+        every = (*first, *operands.captures)
+        outline = outline_of(formula, operands, every, _needs(site, every), site.spec.environment.allowed, packed=packed)
+        return PlannedCall(outline, every, optional_tensors(operands))
+    call = _outlined(site, formula, operands, Program(packed=packed))
+    call_cache.keep(site.spec, _Known(call.outline, tuple(spots[id(t)] for t in operands.captures)))
     return call
 
 
-def _outlined(site: _Site, formula: Formula, operands: Operands, geometry: Geometry | None) -> PlannedCall:
+def _outlined(site: _Site, formula: Formula, operands: Operands, program: Program | None) -> PlannedCall:
     tensors, packed = site.tensors, site.packed
-    needs: Needs = (True, True, True, (False,) * len(operands.captures))
-    if not site.needs_all:
-        needs = find_needs((*tensors, *operands.captures))
+    needs = _needs(site, (*tensors, *operands.captures))
     chosen = choose_kernel(formula, operands, needs, site.spec.environment)
-    outline = make_outline(chosen, operands, packed=packed, geometry=geometry)
+    outline = make_outline(chosen, operands, packed=packed, program=program)
     first = tensors if packed else (operands.query, operands.key, operands.value)
     return PlannedCall(outline, (*first, *operands.captures), optional_tensors(operands))
+
+
+def _needs(site: _Site, tensors: Sequence[Tensor]) -> Needs:
+    return (True, True, True, (False,) * (len(tensors) - 3)) if site.needs_all else find_needs(tensors)
 
 
 def _compare(cached: PlannedCall, site: _Site) -> None:

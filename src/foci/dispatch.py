@@ -14,9 +14,9 @@ from foci.column_sums import column_sums
 from foci.context import observers
 from foci.core import Check, Function, Tensors, allowed_for, find_call, run_now, run_packed_now
 from foci.errors import ArgumentError
-from foci.operator import Optional, Outline, attend_outlined, backward_now, bind_backward, bind_forward, forward_now
+from foci.operator import Outline, attend_outlined, backward_now, bind_backward, bind_forward, forward_now
 from foci.prepare import Extras, prepare
-from foci.problem import Results
+from foci.problem import OptionalTensors, Results
 
 __all__ = ["Lay", "PackedCall", "Passes", "run", "run_packed"]
 
@@ -99,7 +99,7 @@ class PackedCall(NamedTuple):
 
     outline: Outline
     captures: tuple[Tensor, ...]
-    optional: Optional
+    optional: OptionalTensors
     passes: Passes
 
     @staticmethod
@@ -111,8 +111,8 @@ class PackedCall(NamedTuple):
 
     def moved(self, offsets: Tensor) -> PackedCall:
         """The same of other sequences, of which there are as many."""
-        outline, captures, (seed, bias, *_, pages), passes = self
-        return PackedCall(outline, captures, (seed, bias, offsets, offsets, None, None, pages), Passes(whole=passes.whole, before=passes))
+        optional = self.optional._replace(cu_q=offsets, cu_kv=offsets, q_lengths=None, kv_lengths=None)
+        return self._replace(optional=optional, passes=Passes(whole=self.passes.whole, before=self.passes))
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out [T, Hq, Dv] and lse [Hq, T]."""
@@ -129,8 +129,8 @@ class PackedCall(NamedTuple):
         passes = self.passes
         if not observers():
             bound = passes.forward  # once: other threads may take it away
-            if bound is None and self.outline.chosen.binding is not None:
-                bound = passes.forward = passes.moved_forward(rows, self.optional[2]) or bind_forward(
+            if bound is None:
+                bound = passes.forward = passes.moved_forward(rows, self.optional.cu_q) or bind_forward(
                     self.outline, rows, lay.split(rows), self.optional, whole=passes.whole
                 )
             made = None if bound is None else bound(rows)
@@ -145,8 +145,8 @@ class PackedCall(NamedTuple):
         passes, (out, lse) = self.passes, found
         if not (observers() or torch.is_grad_enabled()):
             bound = passes.backward
-            if bound is None and self.outline.chosen.binding is not None:
-                bound = passes.backward = passes.moved_backward(rows, self.optional[2]) or bind_backward(
+            if bound is None:
+                bound = passes.backward = passes.moved_backward(rows, self.optional.cu_q) or bind_backward(
                     self.outline, rows, lay.split(rows), self.optional, (lay.of_queries(out), lse), lay.of_queries(gradient)
                 )
             made = None if bound is None else bound(rows, out, lse, gradient)

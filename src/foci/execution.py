@@ -14,16 +14,13 @@ from torch import Tensor
 from foci import backends, cache_check
 from foci.backends.contract import (
     Backend,
-    Binding,
     Equipped,
     Given,
     Inputs,
     Kernel,
     Keyed,
-    Offsets,
     Plan,
     Rejection,
-    Repeating,
     SelfChecking,
     Unbuildable,
 )
@@ -35,11 +32,12 @@ from foci.prepare import check_room
 from foci.problem import (
     Cotangents,
     Formula,
-    Geometry,
     Gradients,
     Layout,
     Operands,
+    OptionalTensors,
     Problem,
+    Program,
     Results,
     bucket,
     is_aligned,
@@ -49,17 +47,16 @@ from foci.spec import Needs
 __all__ = [
     "Chosen",
     "as_written",
-    "backward_again",
     "choose_kernel",
     "decide",
-    "forward_again",
+    "launch_backward",
+    "launch_forward",
     "run_backward",
     "run_forward",
 ]
 
 _CAPACITY: Final = 1024
-_Decided: TypeAlias = tuple[Decision, Kernel, Repeating | None, Binding | None]
-"""The kernel twice more, where it is that."""
+_Decided: TypeAlias = tuple[Decision, Kernel]
 _decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
 _kernels: OrderedDict[Hashable, tuple[Backend, Kernel]] = OrderedDict()
 
@@ -102,9 +99,7 @@ def _kernel(problem: Problem, device: torch.device, environment: Environment) ->
     signature = (problem, device, environment.allowed, environment.registry)
     found = _decisions.get(signature)
     if found is None:
-        decision, kernel = _built(choose(problem, target_of(device), environment.allowed))
-        repeating, binding = kernel if isinstance(kernel, Repeating) else None, kernel if isinstance(kernel, Binding) else None
-        found = _decisions[signature] = decision, kernel, repeating, binding
+        found = _decisions[signature] = _built(choose(problem, target_of(device), environment.allowed))
         _trim(_decisions)
     elif cache_check.ENABLED:
         # the planner is a pure function of the key, and of what a target says of the device
@@ -172,7 +167,10 @@ def _compiled(decision: Decision) -> Kernel:
     key = backend.key_of(plan) if isinstance(backend, Keyed) else plan.text
     found = _kernels.get(key)
     if found is None or found[0] is not backend:  # names may be given away again
-        found = _kernels[key] = backend, backend.compile(plan)
+        kernel = backend.compile(plan)
+        if Kernel not in type(kernel).__mro__:
+            raise TypeError(f"{type(kernel).__name__}, of the backend {plan.backend!r}, does not derive from foci.backends.contract.Kernel")
+        found = _kernels[key] = backend, kernel
         _trim(_kernels)
     return found[1]
 
@@ -201,15 +199,13 @@ def as_written(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 class Chosen(NamedTuple):
-    """A formula with the gradients that are wanted, and what was decided to run it; `repeating`, `binding`: the kernel, if it is that."""
+    """A formula with the gradients that are wanted, and what was decided to run it."""
 
     formula: Formula
     needs: Needs
     allowed: Allowed
     decision: Decision
     kernel: Kernel
-    repeating: Repeating | None
-    binding: Binding | None
 
 
 def choose_kernel(formula: Formula, operands: Operands, needs: Needs, environment: Environment) -> Chosen:
@@ -268,17 +264,17 @@ def _backward(decision: Decision, kernel: Kernel, operands: Operands, results: R
     return gradients
 
 
-def forward_again(call: Chosen, geometry: Geometry, inputs: Inputs, offsets: Offsets | None) -> list[Tensor] | None:
-    """`foci.backends.contract.Repeating.forward_again` of a kernel that has it."""
-    made = None if call.repeating is None else call.repeating.forward_again(geometry, inputs, offsets)
+def launch_forward(call: Chosen, program: Program, tensors: Inputs, optional: OptionalTensors) -> list[Tensor] | None:
+    """See `foci.backends.contract.Kernel`."""
+    made = call.kernel.launch_forward(program, tensors, optional)
     if made is not None and observers():
         _tell(call.decision, backward=False)
     return made
 
 
-def backward_again(call: Chosen, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given) -> list[Tensor] | None:
-    """`foci.backends.contract.Repeating.backward_again` likewise."""
-    made = None if call.repeating is None else call.repeating.backward_again(geometry, inputs, offsets, given)
+def launch_backward(call: Chosen, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given) -> list[Tensor] | None:
+    """See `foci.backends.contract.Kernel`."""
+    made = call.kernel.launch_backward(program, tensors, optional, given)
     if made is not None and observers():
         _tell(call.decision, backward=True)
     return made

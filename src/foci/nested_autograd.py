@@ -16,7 +16,7 @@ from foci.dispatch import PackedCall, Passes, run_packed
 from foci.ir.function_fingerprint import fingerprint
 from foci.operator import is_plain_eager
 from foci.prepare import Extras
-from foci.problem import Outputs
+from foci.problem import OptionalTensors, Outputs
 
 __all__ = ["attend_nested_now"]
 
@@ -107,7 +107,7 @@ class _NestedAttention(torch.autograd.Function):
             return (None,) * 4
         saved = ctx.saved_tensors
         tensors, out, lse, rest = saved[:3], saved[3], saved[4], saved[5:]
-        call = PackedCall(ctx.outline, rest[: ctx.count], rest[ctx.count :], Passes())
+        call = PackedCall(ctx.outline, rest[: ctx.count], OptionalTensors(*rest[ctx.count :]), Passes())
         is_plain = type(gradient) in KINDS and ragged_dim(gradient) == _RAGGED and inner_lengths(gradient) is None
         if torch.is_grad_enabled() or not is_plain:
             return (None, *_recorded(call, tensors, gradient, ctx.needs_input_grad[1:]))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, TypeVar, dataclass_transform
+from typing import Final, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from foci.variant import Variant
 __all__ = [
     "Cotangents",
     "Formula",
-    "Geometry",
     "Gradients",
     "Layout",
     "Operands",
+    "OptionalTensors",
     "Outputs",
     "Problem",
+    "Program",
     "Results",
     "Target",
     "accumulation_dtype",
@@ -246,10 +247,9 @@ class Target:
 
 
 @dataclass(frozen=True, eq=False)
-class Geometry:
-    """Stands for all of a call but what its tensors hold and where: calls of one geometry have one formula, one set of numbers and of
-    wanted gradients, and tensors of the same shapes, strides, dtypes, device and alignment to 16 bytes. In the jagged layout how many
-    tokens there are is no part of it.
+class Program:
+    """Stands for the calls with one `foci.spec.CallSpec`, as the key by which a kernel keeps their launches: two calls with one program
+    differ in the values and addresses of their tensors, and, in the jagged layout, in how many tokens there are.
 
     Attributes:
         packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T].
@@ -259,6 +259,23 @@ class Geometry:
 
     packed: bool = False
     joined: bool = False
+
+
+class OptionalTensors(NamedTuple):
+    """The tensors of a call that most calls lack, as `Operands` names them."""
+
+    seed: Tensor | None = None
+    blocks: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_kv: Tensor | None = None
+    q_lengths: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    page_table: Tensor | None = None
+
+    @property
+    def offsets(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
+        """cu_q, cu_kv, q_lengths and kv_lengths of packed sequences; None for other layouts."""
+        return None if self.cu_q is None else self[2:6]
 
 
 @record
@@ -280,7 +297,7 @@ class Operands:
         q_lengths, kv_lengths: [sequences], jagged, when sequences do not fill their span; paged: [B] keys of each row.
         page_table: int64 or int32 [B, pages of a row], paged only: the page of the pool that holds keys n * page size and on.
         max_q, max_kv: longest sequence, jagged; max_kv, paged, bounds the rows.
-        geometry: of the call, where it is known.
+        program: of the call, where its launches may be kept.
     """
 
     query: Tensor
@@ -300,7 +317,17 @@ class Operands:
     page_table: Tensor | None = None
     max_q: int = 0
     max_kv: int = 0
-    geometry: Geometry | None = None
+    program: Program | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Query, key, value and captured tensors."""
+        return self.query, self.key, self.value, *self.captures
+
+    @property
+    def optional(self) -> OptionalTensors:
+        """The others, of which most calls have none."""
+        return OptionalTensors(self.seed, self.blocks, self.cu_q, self.cu_kv, self.q_lengths, self.kv_lengths, self.page_table)
 
 
 @record

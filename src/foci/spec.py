@@ -125,13 +125,13 @@ def spec_of_functions(
     )  # fmt: skip
 
 
-def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: str = "", *, is_joined: bool = False) -> CallSpec:
+def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hashable = "", *, is_joined: bool = False) -> CallSpec:
     """The spec of the flat arguments of `foci::attention`.
 
     Args:
         args: the arguments (`foci.operator.op_schema.flatten`).
         allowed: backends that the call may use.
-        requires_grad: of a backward, the letter 1 for each gradient that is wanted.
+        requires_grad: of a backward, the letter 1 for each gradient that is wanted; of a call outside of the dispatcher its `Needs`.
         is_joined: of a backward, whether its gradients are wanted in rows of one tensor.
     """
     query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args

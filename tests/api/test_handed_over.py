@@ -6,6 +6,7 @@ from packed import nested
 
 import foci
 from foci import execution
+from foci.backends.contract import Kernel
 from foci.operator import op_impl
 from foci.operator.compiled_call import Forward
 from foci.operator.op_schema import flatten
@@ -13,7 +14,7 @@ from foci.prepare import Extras, prepare
 from foci.problem import Gradients, Outputs, Results, bucket, empty_out, is_aligned
 
 
-class Noting:
+class Noting(Kernel):
     """The reference, and what it was given."""
 
     name = "noting"
@@ -50,7 +51,7 @@ class Cut(Noting):
         return CutKernel(plan, self)
 
 
-class CutKernel:
+class CutKernel(Kernel):
     def __init__(self, plan, backend):
         self.problem, self.backend, self.kernel = plan.problem, backend, foci.backends.load("reference").compile(plan)
 
@@ -63,7 +64,7 @@ class CutKernel:
         return self.kernel.backward(operands, results, cotangents)
 
 
-class Unread:
+class Unread(Kernel):
     """For a device whose tensors hold nothing that could be read."""
 
     name = "unread"

@@ -6,6 +6,7 @@ from torch.nn.attention import flex_attention
 
 import foci
 from foci import call_cache, masks
+from foci.backends.contract import Kernel
 from foci.problem import Results
 
 GEOMETRY = (2, 4, 24, 8)
@@ -101,7 +102,8 @@ def test_autocast_casts_what_it_has_to_and_knows_the_rest():
         with torch.autocast("cpu", dtype=torch.float16):
             assert foci.attention(*half).dtype == torch.float16
         assert foci.attention(*wide).dtype == torch.float32
-    assert len(call_cache._calls) == 3  # in half precision, with and without autocast, and in full
+    # in half precision, with and without autocast, in full, and cast to either half precision
+    assert len(call_cache._calls) == 5
 
 
 def test_masks_and_biases_given_as_tensors_are_known():
@@ -296,7 +298,7 @@ def test_wrong_arguments_are_told_at_each_call():
             foci.attention(q, k[..., :4], v)
 
 
-class Multiplied:
+class Multiplied(Kernel):
     """A backend that is recognised by its results."""
 
     name = "multiplied"

@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foci
+from foci.backends.contract import Kernel
 
 
 # SDPA-15
@@ -79,7 +80,7 @@ def test_a_backend_for_another_device(monkeypatch):
             return 1e-9
 
         def compile(self, plan):
-            class Kernel:
+            class Empty(Kernel):
                 def forward(self, operands):
                     from foci.problem import Results, empty_out
 
@@ -89,7 +90,7 @@ def test_a_backend_for_another_device(monkeypatch):
                 def backward(self, operands, results, cotangents):
                     raise AssertionError
 
-            return Kernel()
+            return Empty()
 
     foci.register_backend(Elsewhere())
     try:

@@ -7,8 +7,8 @@ import torch
 
 import foci
 from foci import call_cache, execution, masks, planner, scores, weak_cache
-from foci.backends.contract import Plan
-from foci.problem import Formula, Operands, Problem, Target
+from foci.backends.contract import Given, Plan
+from foci.problem import Cotangents, Formula, Gradients, Operands, Problem, Program, Results, Target
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -155,12 +155,26 @@ def made(operands, variant, **formula):
     return build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
 
 
-def operands_of(bound, *, lengths=(256, 256), heads=4, offsets=None, step=8, seed=None):
+def operands_of(bound, *, lengths=(256, 256), heads=4, offsets=None, step=8, seed=None, program=None):
     q, k, v = (
         torch.zeros(1 if offsets is not None else 2, n, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for n in (*lengths, lengths[1])
     )
     jagged = {} if offsets is None else {"cu_q": offsets, "cu_kv": offsets, "max_q": 200, "max_kv": 200}
+    jagged["program"] = program or Program()
     return Operands(q, k, v, bound.captures, bound.ints, bound.floats, 0.125, 0.1 if seed is not None else 0.0, seed, **jagged)
+
+
+def run_forward(attention, operands):
+    """The forward of a kernel as foci runs it: launched again, or built."""
+    made = attention.launch_forward(operands.program, operands.tensors, operands.optional)
+    return attention.forward(operands) if made is None else Results(*made)
+
+
+def run_backward(attention, operands, results, dout):
+    """The backward likewise."""
+    given = Given(results.out, results.lse, dout)
+    made = attention.launch_backward(operands.program, operands.tensors, operands.optional, given)
+    return attention.backward(operands, results, Cotangents(dout)) if made is None else Gradients(*made)
 
 
 def addressed(log, tensors):

@@ -20,7 +20,7 @@ from foci.backends.cpu import BACKEND, build
 from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.planner import choose, target_of
-from foci.problem import Cotangents, Formula, Geometry, Operands, Outputs, Problem, Target
+from foci.problem import Cotangents, Formula, Operands, Outputs, Problem, Program, Target
 from foci.trace_functions import bind
 
 CPU = target_of(torch.device("cpu"))
@@ -389,7 +389,7 @@ def test_gradients_side_by_side_have_the_bits_of_those_apart():
     results = kernel.forward(operands)
     given = results, Cotangents(torch.randn_like(results.out))
     apart = kernel.backward(operands, *given)
-    together = kernel.backward(replace(operands, geometry=Geometry(joined=True)), *given)
+    together = kernel.backward(replace(operands, program=Program(joined=True)), *given)
     for name in ("query", "key", "value"):
         gradient = getattr(together, name)
         assert torch.equal(gradient, getattr(apart, name))

@@ -14,7 +14,7 @@ import foci
 from foci import cache_check, call_cache, execution, masks, planner
 from foci.backends import blocked, disk, hopper, self_check
 from foci.backends import triton as triton_backend
-from foci.backends.contract import Plan, Unbuildable
+from foci.backends.contract import Kernel, Plan, Unbuildable
 from foci.backends.self_check import Device, Kind, SelfCheck, Verdict, run_in_process
 from foci.check_kernels import _Posed, judge
 from foci.compat.triton import TESTED
@@ -236,11 +236,11 @@ def test_a_kept_failure_warns_in_the_next_process_too(installed, monkeypatch):
 def test_a_forward_that_cannot_be_built_when_it_first_runs_is_another_backends(monkeypatch):
     class Late(Wrong):
         def compile(self, plan, /):
-            class Kernel:
+            class Broken(Kernel):
                 def forward(self, operands, /):
                     raise Unbuildable("Triton 3.99, which foci was not tested with, does not compile attention_forward: no such layout")
 
-            return Kernel()
+            return Broken()
 
     q = torch.randn(1, 2, 16, 8)
     monkeypatch.setattr(execution, "_warned", set())
@@ -327,7 +327,7 @@ class Wrong:
     def compile(self, plan, /):
         kernel, part, change = blocked.BACKEND.compile(plan), self.part, self.change
 
-        class Kernel:
+        class Changed(Kernel):
             def forward(self, operands, /):
                 results = kernel.forward(operands)
                 if hasattr(results, part):
@@ -340,7 +340,7 @@ class Wrong:
                     change(getattr(gradients, part))
                 return gradients
 
-        return Kernel()
+        return Changed()
 
 
 def raise_it(tensor):

@@ -14,7 +14,7 @@ from foci import masks, planner
 from foci.dispatch import PackedCall, Passes, _side_by_side
 from foci.nn.layer_ops import Attention, Heads
 from foci.prepare import Extras
-from foci.problem import Outputs, Target
+from foci.problem import OptionalTensors, Outputs, Target
 
 LENGTHS = [0, 56, 256]
 HEADS = {"as many": Heads(4, 4, 64), "grouped": Heads(4, 2, 64)}
@@ -219,7 +219,7 @@ def test_a_pass_moved_to_other_sequences_launches_what_one_bound_anew_does(launc
     assert passes.backward is not None
     assert {"place_sequences", "assign_tasks"} <= {name for name, *_ in found}
     copy = others.clone()
-    assert found == run(call._replace(optional=(None, None, copy, copy, None, None, None), passes=Passes()))
+    assert found == run(call._replace(optional=OptionalTensors(cu_q=copy, cu_kv=copy), passes=Passes()))
     assert run(moved) == [launch for launch in found if launch[0] not in ("place_sequences", "assign_tasks")]
 
 

@@ -23,7 +23,7 @@ def calls(logs, monkeypatch):
     for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, OrderedDict())
     known = []
-    for name in ("forward_again", "backward_again"):
+    for name in ("launch_forward", "launch_backward"):
         method = getattr(kernel.GpuKernel, name)
 
         def again(self, *args, name=name, method=method):
@@ -97,7 +97,7 @@ def test_a_known_call_launches_what_a_new_one_does(logs, calls, name, wanted):
         calls.clear()
         launched.clear()
         kept = run_both_ways(KNOWN[name], again)
-        assert calls == [("forward_again", True), ("backward_again", True)][: 1 + any(wanted)]
+        assert calls == [("launch_forward", True), ("launch_backward", True)][: 1 + any(wanted)]
         assert not worked_out
         assert lies(kept) == lies(first)
         assert [entry[:2] for entry in launched] == [entry[:2] for entry in sought]
@@ -191,7 +191,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         launched.clear()
         calls.clear()
         moved_call(other, MOVED[name], separate=separate)
-        assert calls == [("forward_again", True), ("backward_again", True)]
+        assert calls == [("launch_forward", True), ("launch_backward", True)]
         assert not worked_out
         found = [*launched]
         for kept in (
@@ -222,7 +222,7 @@ def test_programs_are_as_many_as_the_tokens_at_hand_ask_for(logs, calls, tokens,
             q, k, v = (torch.zeros(count, 4, 64, dtype=torch.bfloat16) for _ in range(3))
             foci.varlen_attn(q, k, v, offsets, offsets, 220, 220)
             programs += [grid[0] for name, grid, _ in logs[1] if name == "attention_forward"]
-    assert calls == [("forward_again", False), ("forward_again", True)]
+    assert calls == [("launch_forward", False), ("launch_forward", True)]
     assert programs == [{256: 32, 1100: 40}[count] for count in tokens]
 
 
@@ -261,7 +261,7 @@ def test_known_gradients_are_for_tensors_that_lie_as_they_did(logs, calls):
             out = foci.attention(*leaves())
         out.backward(torch.zeros_like(out) if cotangent is None else cotangent)
         found = calls[-1]
-        assert found[0] == "backward_again"
+        assert found[0] == "launch_backward"
         return found[1]
 
     none, copies = contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous())
@@ -368,7 +368,7 @@ def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtyp
         calls.clear()
         launched.clear()
         foci.paged_attention(*again, **PAGED[name])
-        assert calls == [("forward_again", True)]
+        assert calls == [("launch_forward", True)]
         assert not worked_out
         assert [entry[:2] for entry in launched] == [entry[:2] for entry in sought]
         before, after = addressed(sought, inputs[0]), addressed(launched, again)
@@ -381,11 +381,11 @@ def test_another_page_table_is_another_call(logs, calls):
     for given in (pages(), pages(count=9), pages(dtype=torch.int64), [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]):
         calls.clear()
         foci.paged_attention(*given, max_kv=100)
-        assert calls == [("forward_again", False)]
+        assert calls == [("launch_forward", False)]
     calls.clear()
     apart = [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]
     foci.paged_attention(*apart, max_kv=100)
-    assert calls == [("forward_again", False)]  # lengths with gaps are laid out first
+    assert calls == [("launch_forward", False)]  # lengths with gaps are laid out first
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False)], ids=["all", "query"])

@@ -11,7 +11,7 @@ import torch
 from foci import masks, scores
 from foci.backends.contract import Plan
 from foci.compat.triton import TESTED, release
-from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
+from foci.problem import Formula, Layout, Operands, Outputs, Problem, Program, Target
 from foci.trace_functions import bind
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if release() not in TESTED:
     pytest.skip("with this release of Triton launches go through its own launcher", allow_module_level=True)
 
+from kernel_stand_ins import run_backward, run_forward  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
@@ -126,6 +127,7 @@ def posed(name, make, *, grads):
     bound, cu = bind(case.get("score"), case.get("mask"), torch.device("cpu")), case.get("cu")
     tensors = [torch.zeros(1 if cu is not None else 2, 256, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
     packed = {} if cu is None else {"cu_q": cu, "cu_kv": cu, "max_q": 200, "max_kv": 200}
+    packed["program"] = Program()
     operands = Operands(*tensors, bound.captures, bound.ints, bound.floats, 0.125, 0.0, None, **packed)
     formula = Formula(bound.variant, Layout.DENSE if cu is None else Layout.JAGGED, Outputs(lse=True))
     captures = (False,) * len(bound.captures)
@@ -161,11 +163,11 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
     monkeypatch.setattr(launch_builder, "direct", lambda *args, inner=launch_builder.direct: direct.append(inner(*args)) or direct[-1])
 
     def run(tensors):
-        results = attention.forward(tensors)
+        results = run_forward(attention, tensors)
         made = [tensors.query, tensors.key, tensors.value, results.out, results.lse]
         if grads:
             dout = torch.zeros_like(results.out)
-            gradients = attention.backward(tensors, results, Cotangents(dout))
+            gradients = run_backward(attention, tensors, results, dout)
             made += [dout, gradients.query, gradients.key, gradients.value]
         return made
 

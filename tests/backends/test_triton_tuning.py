@@ -11,7 +11,7 @@ import torch
 
 import foci
 from foci import masks, scores
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
 from foci.backends.gpu.architectures import find
 from foci.backends.gpu.schedules import Schedule, schedule_for, shared_bytes
 from foci.backends.problem_class import tile_bytes
@@ -40,7 +40,7 @@ def plan(score=None, mask=None, *, arch=90, dim=128, dtype=torch.bfloat16, block
     return Plan("triton", asked, Target("cuda", arch, frozenset({"triton"})))
 
 
-class Pretended:
+class Pretended(Kernel):
     """A kernel that launches what `kinds` say, and takes as long as `cost` says."""
 
     def __init__(self, given, cost, kinds=(("forward",), ("query_gradient", "key_gradient"))):

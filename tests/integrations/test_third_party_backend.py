@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import foci
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
 from foci.planner import choose
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, Target
 from foci.variant import PLAIN
@@ -45,7 +45,7 @@ class Accelerator:
         return AcmeKernel()
 
 
-class AcmeKernel:
+class AcmeKernel(Kernel):
     def forward(self, operands: Operands, /) -> Results:
         scores = operands.scale * operands.query @ operands.key.mT
         lse = scores.logsumexp(-1)

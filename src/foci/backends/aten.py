@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.causal import is_causal
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
 from foci.backends.sequences import is_empty, without_keys
 from foci.compat.aten import EFFICIENT_FORWARD, FLASH_BACKWARD, FLASH_CPU_BACKWARD, FLASH_CPU_FORWARD, FLASH_FORWARD, Absent
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out, result_strides
@@ -243,7 +243,7 @@ def _unsupported(problem: Problem) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class _Kernel(Kernel):
     problem: Problem
     op: _Op
 

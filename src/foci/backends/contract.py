@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
 from foci.ir.expr import Expr
-from foci.problem import Cotangents, Geometry, Gradients, Operands, Problem, Results, Target
+from foci.problem import Cotangents, Gradients, Operands, OptionalTensors, Problem, Program, Results, Target
 
 __all__ = [
     "Backend",
     "BackwardOfRows",
-    "Binding",
     "Equipped",
-    "Fixed",
     "ForwardOfRows",
     "Given",
     "Informed",
@@ -29,18 +27,14 @@ __all__ = [
     "Plan",
     "Priced",
     "Rejection",
-    "Repeating",
     "SelfChecking",
-    "Strides",
     "Unbuildable",
 ]
 
 Inputs: TypeAlias = Sequence[Tensor | None]
-"""query, key, value, captured tensors, seed."""
+"""Tensors of a pass, in order."""
 Offsets: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """cu_q, cu_kv, q_lengths, kv_lengths."""
-Strides: TypeAlias = Sequence[tuple[int, ...]]
-"""Strides of each tensor that a pass returns."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +71,6 @@ class Unbuildable(RuntimeError):
     the message is the cause."""
 
 
-class Kernel(Protocol):
-    """A plan made runnable. Pure: the same operands give the same bits. Operands without a key or a row never come here."""
-
-    def forward(self, operands: Operands, /) -> Results:
-        """Attention of the operands."""
-        ...
-
-    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
-        """Gradients of the operands; `results` holds `out` and `lse` of the forward."""
-        ...
-
-
 class Given(NamedTuple):
     """Arguments of a backward pass besides the operands: results of the forward, and their gradients."""
 
@@ -98,21 +80,66 @@ class Given(NamedTuple):
     dlse: Tensor | None = None
 
 
-@runtime_checkable
-class Repeating(Protocol):
-    """A kernel that can repeat an earlier launch for a call of the same geometry, without the checks and arithmetic on the host that are
-    a good part of a small call's time. Both methods give what `forward` and `backward` would, in the layout that the geometry says.
-    They give None where the launch is not known, or where the stream or a hook forbids it.
+class Kernel(Protocol):
+    """A plan made runnable; a class to derive from. Pure: the same operands give the same bits. Operands without a key or a row never come
+    here.
+
+    A kernel of a GPU keeps the launches that its first call with a program built (`Operands.program`). The other methods run them again
+    from tensors alone, without the checks and arithmetic on the host that are a good part of a small call's time, and give what `forward`
+    and `backward` would, in the layout that the program says. They return None where there is nothing to run again: by default always.
     """
 
-    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
-        """Return out, lse, and row_max if the problem asks for it. `inputs`: query, key, value, captured tensors and seed; for a paged call
-        also lengths and page table."""
+    def forward(self, operands: Operands, /) -> Results:
+        """Attention of the operands."""
         ...
 
-    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """Return the gradients of query, key and value that the problem asks for."""
+    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
+        """Gradients of the operands; `results` holds `out` and `lse` of the forward."""
         ...
+
+    def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
+        """Run the forward of a program again.
+
+        Args:
+            program: of the call.
+            tensors: query, key, value and captured tensors.
+            optional: the call's other tensors.
+
+        Returns:
+            out, lse, and row_max if the problem asks for it.
+        """
+        return None
+
+    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given, /) -> list[Tensor] | None:
+        """Run the backward of a program again; `given` holds the backward's other arguments.
+
+        Returns:
+            The gradients of query, key, value and captured tensors that the problem asks for.
+        """
+        return None
+
+    def bind_forward(
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, /, *, whole: bool = False, out_alone: bool = False
+    ) -> ForwardOfRows | None:
+        """Bind `launch_forward` to what the layers of a model share in one step: sequences and stream. Calls that capture tensors, drop
+        weights or read pages are never bound.
+
+        Args:
+            program: of the call.
+            rows: [T, E]. The bound launch takes rows of the same shape, dtype and device; it checks them, and returns None if anything has
+                changed.
+            tensors: query, key and value, views of the rows.
+            optional: where sequences lie.
+            whole: every row belongs to a sequence, so there are no gaps to fill.
+            out_alone: the caller does not read lse; all calls may write it to one tensor.
+        """
+        return None
+
+    def bind_backward(
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, given: Given, /
+    ) -> BackwardOfRows | None:
+        """Bind `launch_backward` to rows [T, E], as `bind_forward`."""
+        return None
 
 
 class ForwardOfRows(Protocol):
@@ -124,7 +151,7 @@ class ForwardOfRows(Protocol):
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> ForwardOfRows | None:
         """Rebind to other sequences: the same number of them, any number of rows, one set of offsets for queries and keys. None if
-        `Binding.bind_forward` must bind again."""
+        `Kernel.bind_forward` must bind again."""
         ...
 
 
@@ -137,51 +164,6 @@ class BackwardOfRows(Protocol):
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> BackwardOfRows | None:
         """Rebind to other sequences, as `ForwardOfRows.moved`."""
-        ...
-
-
-Fixed: TypeAlias = Callable[[Inputs], list[Tensor] | None]
-"""A launch of `Repeating` for tensors that differ from the earlier ones in their addresses alone, unchecked; None where the stream or a
-hook has changed."""
-
-
-@runtime_checkable
-class Binding(Protocol):
-    """A `Repeating` kernel that can bind an earlier launch in advance. All methods return None if the launch is unknown.
-
-    `bind_forward` and `bind_backward` bind it to what the layers of a model share in one step: geometry, sequences, stream. The bound
-    launch takes rows of the same shape, dtype and device; it checks them, and returns None if anything has changed. Paged calls, captured
-    tensors and dropout are never bound.
-
-    `fix_forward` and `fix_backward` bind it for one call site of compiled code, whose tensors differ in their addresses alone. They take
-    dense calls whose mask captures no tensor, and return None if the outputs would not have the promised `strides`.
-    """
-
-    def bind_forward(
-        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
-    ) -> ForwardOfRows | None:
-        """Bind `Repeating.forward_again` to rows [T, E].
-
-        Args:
-            inputs: query, key and value, views of the rows, and None for the seed.
-            whole: every row belongs to a sequence, so there are no gaps to fill.
-            out_alone: the caller does not read lse; all calls may write it to one tensor.
-        """
-        ...
-
-    def bind_backward(
-        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
-    ) -> BackwardOfRows | None:
-        """Bind `Repeating.backward_again` to rows [T, E], as `bind_forward`."""
-        ...
-
-    def fix_forward(self, geometry: Geometry, inputs: Inputs, strides: Strides, /) -> Fixed | None:
-        """Bind `Repeating.forward_again` for all inputs that differ from these in their addresses alone."""
-        ...
-
-    def fix_backward(self, geometry: Geometry, inputs: Inputs, given: Given, strides: Strides, /) -> Fixed | None:
-        """Bind `Repeating.backward_again`. The bound launch takes one sequence, `inputs` and then `given`; for a geometry that is `joined`
-        it returns the gradient of the rows."""
         ...
 
 

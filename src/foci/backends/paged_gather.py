@@ -64,7 +64,7 @@ def _fitted(columns: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(columns, (0, missing)) if missing > 0 else columns[:, :, :length]
 
 
-class Gathered:
+class Gathered(Kernel):
     """A kernel of the paged layout around one of the jagged layout. Gradients of query and captures; pages take none."""
 
     def __init__(self, plan: Plan, inner: Kernel) -> None:

@@ -101,7 +101,7 @@ def _dropped(operands: Operands, weights: Tensor, at: dict[str, Tensor]) -> Tens
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class _Kernel(Kernel):
     problem: Problem
 
     def forward(self, operands: Operands, /) -> Results:

@@ -34,6 +34,7 @@ from foci.nn.layer_ops import (
     compute_layer,
 )
 from foci.nn.linear_ops import linear_relu
+from foci.problem import OptionalTensors
 
 __all__ = ["compute_layer_saving"]
 
@@ -153,7 +154,7 @@ class _Node(torch.autograd.Function):
         plan, outline, passes, count, sums = ctx.facts
         saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[3:], 12 + count + 7
         p, others, kept = saved[:12], saved[12:rest], list(saved[rest:])
-        call = PackedCall(outline, others[:count], others[count:], passes)
+        call = PackedCall(outline, others[:count], OptionalTensors(*others[count:]), passes)
         if torch.is_grad_enabled() or is_legacy_batched(dy):
             return (None, None, None, *_recorded(plan, (kept[0], *p), call, _dropout_masks(plan, kept), dy, wanted))
         del saved

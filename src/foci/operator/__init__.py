@@ -7,19 +7,20 @@ traces or exports sees the operators (`library`). All end in `foci.execution`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from foci import cache_check, call_cache
 from foci.compat.torch import TransformType, are_transforms_open, count_dispatch_modes, has_tangent, is_jit_tracing, open_transforms
-from foci.environment import Allowed, read_environment
+from foci.environment import Allowed
 from foci.execution import Chosen, choose_kernel
 from foci.operator import library as library  # registers the operators
 from foci.operator.autograd import (
     NOTHING,
     EagerAttention,
-    Optional,
     Outline,
     as_batch,
     backward_now,
@@ -30,12 +31,11 @@ from foci.operator.autograd import (
 )
 from foci.operator.op_schema import flatten, formula_kernel, unpack_results
 from foci.operator.transforms import Transformed, TransformedCall
-from foci.problem import Formula, Geometry, Operands, Results
-from foci.spec import find_needs
+from foci.problem import Formula, Operands, OptionalTensors, Program, Results
+from foci.spec import Needs, find_needs, spec_of_operator
 
 __all__ = [
     "NOTHING",
-    "Optional",
     "Outline",
     "as_batch",
     "attend",
@@ -47,6 +47,7 @@ __all__ = [
     "is_plain_eager",
     "make_outline",
     "optional_tensors",
+    "outline_of",
     "packed_rows",
 ]
 
@@ -68,12 +69,42 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         return unpack_results(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not is_plain_eager(tensors):
         return unpack_results(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
-    environment = read_environment(allowed, operands.query.device.type)
-    chosen = choose_kernel(formula, operands, find_needs(tensors), environment)
-    return attend_outlined(make_outline(chosen, operands), tensors, optional_tensors(operands))
+    outline = outline_of(formula, operands, tensors, find_needs(tensors), allowed)
+    return attend_outlined(outline, tensors, optional_tensors(operands))
 
 
-def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+def outline_of(
+    formula: Formula, operands: Operands, tensors: Sequence[Tensor], needs: Needs, allowed: Allowed, *, packed: bool = False
+) -> Outline:
+    """The operands without their tensors, from the cache or planned now, for a call that is prepared each time.
+
+    Args:
+        formula: of the call.
+        operands: of the call.
+        tensors: query, key, value and captured tensors as the outline will be given them.
+        needs: which of them want a gradient.
+        allowed: backends that it may use.
+        packed: query, key and value are [T, H, D].
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    given = replace(operands, query=tensors[0], key=tensors[1], value=tensors[2])
+    spec = spec_of_operator(flatten(formula, given, allowed), allowed, needs)
+    known: Outline | None = call_cache.recall(spec)
+    if known is not None and not cache_check.ENABLED:
+        return known
+    # a block mask that is made anew for each call would fill the caches of tile tables
+    program = Program(packed=packed) if operands.blocks is None else None
+    outline = make_outline(choose_kernel(formula, operands, needs, spec.environment), operands, packed=packed, program=program)
+    if known is None:
+        call_cache.keep(spec, outline)
+        return outline
+    cache_check.compare("the cache of prepared calls", known.comparable(), outline.comparable())
+    return known
+
+
+def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
     """Attention of query, key, value and captured tensors where `is_plain_eager` holds and the kernel is known."""
     if not outline.learns:
         return forward_now(outline, tensors, optional)
@@ -86,17 +117,16 @@ _apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
 """`EagerAttention.apply` less what serves torch.func alone, which `is_plain_eager` excludes."""
 
 
-def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, geometry: Geometry | None = None) -> Outline:
+def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, program: Program | None = None) -> Outline:
     """These operands without their tensors."""
     o, needs = operands, chosen.needs
     learns = any(needs[:3]) or any(needs[3])
-    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, geometry, learns)
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, program, learns)
 
 
-def optional_tensors(operands: Operands) -> Optional:
+def optional_tensors(operands: Operands) -> OptionalTensors:
     """The operands' other tensors."""
-    o = operands
-    found = (o.seed, o.blocks, o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths, o.page_table)
+    found = operands.optional
     return NOTHING if all(t is None for t in found) else found
 
 

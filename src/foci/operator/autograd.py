@@ -12,15 +12,14 @@ from torch import Tensor
 from foci import cache_check
 from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
 from foci.compat.torch import is_legacy_batched
-from foci.execution import Chosen, backward_again, forward_again, run_backward, run_forward
+from foci.execution import Chosen, launch_backward, launch_forward, run_backward, run_forward
 from foci.operator.op_schema import call_backward, formula_kernel, name_cotangents, name_gradients
-from foci.problem import Formula, Geometry, Gradients, Operands, Results
+from foci.problem import Formula, Gradients, Operands, OptionalTensors, Program, Results
 from foci.spec import Needs
 
 __all__ = [
     "NOTHING",
     "EagerAttention",
-    "Optional",
     "Outline",
     "as_batch",
     "backward_now",
@@ -31,9 +30,7 @@ __all__ = [
 ]
 
 Found: TypeAlias = Tensor | tuple[Tensor | None, ...]
-Optional: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""As `foci.operator.op_schema.OPTIONAL` names them."""
-NOTHING: Final[Optional] = (None, None, None, None, None, None, None)
+NOTHING: Final = OptionalTensors()
 
 
 class Outline(NamedTuple):
@@ -44,7 +41,7 @@ class Outline(NamedTuple):
         ints, floats, scale, dropout_p, max_q, max_kv: as in `Operands`.
         packed: query, key, value and output are [T, H, D], and autograd knows nothing of [1, H, T, D]: views cost it more than launches.
             Nothing but the logsumexp is asked for besides, which is [H, T] then.
-        geometry: where the call is known.
+        program: of the call, where its launches may be kept.
         learns: whether a gradient is wanted.
     """
 
@@ -56,82 +53,72 @@ class Outline(NamedTuple):
     max_q: int
     max_kv: int
     packed: bool
-    geometry: Geometry | None
+    program: Program | None
     learns: bool
 
     def comparable(self) -> dict[str, Any]:
         """The fields that two outlines of one call have equal, for `foci.cache_check`."""
         fields = self._asdict()
         chosen: Chosen = fields.pop("chosen")
-        del fields["geometry"]
+        del fields["program"]
         plan = chosen.decision.plan
         text = None if plan is None else plan.text
         return {**fields, "formula": chosen.formula, "needs": chosen.needs, "allowed": chosen.allowed, "plan": text}
 
-    def operands(self, tensors: Sequence[Tensor], optional: Optional) -> Operands:
+    def operands(self, tensors: Sequence[Tensor], optional: OptionalTensors) -> Operands:
         """Of query, key, value and captured tensors."""
         query, key, value, *captures = tensors
         if self.packed:
             query, key, value = as_batch(query), as_batch(key), as_batch(value)
         o = self
-        return Operands(
-            query, key, value, tuple(captures), o.ints, o.floats, o.scale, o.dropout_p, *optional, o.max_q, o.max_kv, o.geometry
-        )
+        return Operands(query, key, value, tuple(captures), o.ints, o.floats, o.scale, o.dropout_p, *optional, o.max_q, o.max_kv, o.program)
 
 
-def _offsets(optional: Optional) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None:
-    return None if optional[2] is None else optional[2:6]
-
-
-def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
     """Attention of query, key, value and captured tensors."""
-    geometry = outline.geometry
-    if geometry is not None and optional[1] is None:  # a block mask is looked up by its values
-        others = optional[:1] if optional[6] is None else (optional[0], *optional[5:])
-        made = forward_again(outline.chosen, geometry, (*tensors, *others), _offsets(optional))
-        if made is not None:
-            if cache_check.ENABLED:
-                anew = _forward_anew(outline._replace(geometry=None), tensors, optional)
-                cache_check.compare_tensors("the replay of a forward pass", made, (anew.out, anew.lse, anew.row_max)[: len(made)])
-            return Results(*made)
-    return _forward_anew(outline, tensors, optional)
+    made = None if outline.program is None else launch_forward(outline.chosen, outline.program, tensors, optional)
+    if made is None:
+        return _forward_anew(outline, tensors, optional)
+    if cache_check.ENABLED:
+        anew = _forward_anew(outline._replace(program=None), tensors, optional)
+        cache_check.compare_tensors("the launches of a forward pass", made, (anew.out, anew.lse, anew.row_max)[: len(made)])
+    return Results(*made)
 
 
-def _forward_anew(outline: Outline, tensors: Sequence[Tensor], optional: Optional) -> Results:
+def _forward_anew(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
     r = run_forward(outline.chosen, outline.operands(tensors, optional))
     return Results(packed_rows(r.out), r.lse[0]) if outline.packed else r
 
 
-def bind_forward(outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional, *, whole: bool) -> ForwardOfRows | None:
+def bind_forward(
+    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: OptionalTensors, *, whole: bool
+) -> ForwardOfRows | None:
     """`forward_now` of packed query, key and value, parts of rows [T, E], for other rows too; None where it is not known. lse is there to
-    be read where the call learns. `whole`: see `foci.backends.contract.Binding`."""
-    binding, geometry = outline.chosen.binding, outline.geometry
-    if binding is None or geometry is None or not _is_of_rows(outline, optional):
+    be read where the call learns. `whole`: see `foci.backends.contract.Kernel`."""
+    if outline.program is None or not _is_of_rows(outline, optional):
         return None
-    inputs = (*tensors, None)
-    return binding.bind_forward(geometry, rows, inputs, _offsets(optional), whole=whole, out_alone=not outline.learns)
+    return outline.chosen.kernel.bind_forward(outline.program, rows, tensors, optional, whole=whole, out_alone=not outline.learns)
 
 
 def bind_backward(
-    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: Optional, found: tuple[Tensor, Tensor], gradient: Tensor
+    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: OptionalTensors, found: tuple[Tensor, Tensor], gradient: Tensor
 ) -> BackwardOfRows | None:
     """`backward_now` likewise."""
-    binding, geometry = outline.chosen.binding, outline.geometry
-    if binding is None or geometry is None or not _is_of_rows(outline, optional):
+    if outline.program is None or not _is_of_rows(outline, optional):
         return None
-    return binding.bind_backward(geometry, rows, (*tensors, None), _offsets(optional), Given(*found, gradient))
+    return outline.chosen.kernel.bind_backward(outline.program, rows, tensors, optional, Given(*found, gradient))
 
 
-def _is_of_rows(outline: Outline, optional: Optional) -> bool:
+def _is_of_rows(outline: Outline, optional: OptionalTensors) -> bool:
     """Whether a call takes nothing but query, key and value, and where their sequences lie: no seed, no pages, no captured tensors."""
-    return outline.packed and optional[0] is None and optional[6] is None and not outline.chosen.needs[3]
+    return outline.packed and optional.seed is None and optional.page_table is None and not outline.chosen.needs[3]
 
 
 class EagerAttention(torch.autograd.Function):
     """The eager way: no dispatcher, the same kernels."""
 
     @staticmethod
-    def forward(ctx: Any, outline: Outline, optional: Optional, aside: list[Tensor], *tensors: Tensor) -> Found:
+    def forward(ctx: Any, outline: Outline, optional: OptionalTensors, aside: list[Tensor], *tensors: Tensor) -> Found:
         """The output alone, with the logsumexp put `aside`, where no other is asked for: outputs cost autograd time. Else output,
         logsumexp, row maxima, column sums and weights; None for what was not asked for.
 
@@ -162,27 +149,27 @@ class EagerAttention(torch.autograd.Function):
         outline, saved, present = ctx.outline, ctx.saved_tensors, ctx.present
         count = 3 + len(outline.chosen.needs[3])
         tensors, out, lse = saved[:count], saved[count], saved[count + 1]
-        optional: Any = NOTHING
+        optional = NOTHING
         if present is not None:
             rest = iter(saved[count + 2 :])
-            optional = tuple([next(rest) if p else None for p in present])
+            optional = OptionalTensors(*[next(rest) if p else None for p in present])
         return (None, None, None, *backward_now(outline, tensors, optional, (out, lse), grads))
 
 
 def backward_now(
-    outline: Outline, tensors: Sequence[Tensor], optional: Optional, found: tuple[Tensor, Tensor], grads: Sequence[Tensor | None]
+    outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors, found: tuple[Tensor, Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value and captured tensors, of what `forward_now` found, its out and logsumexp, and of gradients
     of its results."""
     out, lse = found
     grads = (*[None if g is None else g.resolve_neg() for g in grads], None, None, None, None)[:5]
     is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
-    if outline.geometry is not None and optional[1] is None and grads[0] is not None and not is_batched and not is_recorded:
-        made = _known_gradients(outline, tensors, optional, Given(out, lse, grads[0], grads[1]))
+    if outline.program is not None and grads[0] is not None and not is_batched and not is_recorded:
+        made = _known_gradients(outline, outline.program, tensors, optional, Given(out, lse, grads[0], grads[1]))
         if made is not None:
             if cache_check.ENABLED:
-                anew = backward_now(outline._replace(geometry=None), tensors, optional, found, grads)
-                cache_check.compare_tensors("the replay of a backward pass", made, anew)
+                anew = backward_now(outline._replace(program=None), tensors, optional, found, grads)
+                cache_check.compare_tensors("the launches of a backward pass", made, anew)
             return made
     results = Results(out, lse)
     if outline.packed:
@@ -197,19 +184,16 @@ def _packed_or_none(batch: Tensor | None) -> Tensor | None:
     return None if batch is None else packed_rows(batch)
 
 
-def _known_gradients(outline: Outline, tensors: Sequence[Tensor], optional: Optional, given: Given) -> tuple[Tensor | None, ...] | None:
-    """Those of a pass that is known."""
-    assert outline.geometry is not None
-    chosen = outline.chosen
-    made = backward_again(chosen, outline.geometry, (*tensors, optional[0]), _offsets(optional), given)
+def _known_gradients(
+    outline: Outline, program: Program, tensors: Sequence[Tensor], optional: OptionalTensors, given: Given
+) -> tuple[Tensor | None, ...] | None:
+    """Those of a pass whose launches are kept."""
+    made = launch_backward(outline.chosen, program, tensors, optional, given)
     if made is None:
         return None
-    q, k, v, captures = chosen.needs
-    nothing = (None,) * len(captures)
-    if q and k and v:
-        return (*made, *nothing)
+    q, k, v, captures = outline.chosen.needs
     rest = iter(made)
-    return (*[next(rest) if on else None for on in (q, k, v)], *nothing)
+    return tuple([next(rest) if on else None for on in (q, k, v, *captures)])
 
 
 def _gradients(

@@ -1,7 +1,7 @@
 """What the operators run: calls through the dispatcher, as compiled code makes them.
 
 Such code calls with one formula, one set of numbers and one geometry again and again. What was decided for it once is found by one
-look; a kernel that is `Repeating` then gets its tensors alone, as in eager calls.
+look; a kernel that keeps its launches then gets its tensors alone, as in eager calls.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from foci import cache_check, call_cache
-from foci.backends.contract import Fixed, Given
+from foci.backends.contract import Given
 from foci.environment import Environment, allowed_backends
-from foci.execution import backward_again, choose_kernel, run_backward
+from foci.execution import choose_kernel, launch_backward, run_backward
 from foci.operator.autograd import Outline, forward_now
 from foci.operator.op_schema import Flat, pack_results, unflatten
-from foci.problem import Cotangents, Geometry, Results, gradient_strides, result_strides
+from foci.problem import Cotangents, OptionalTensors, Program, Results, gradient_strides, result_strides
 from foci.spec import NO_NEEDS, CallSpec, Needs, spec_of_operator
 
 __all__ = [
-    "Known", "backward", "backward_known", "backward_rows", "compare", "fix_backward", "fix_forward", "forward", "forward_known",
+    "Known", "backward", "backward_known", "backward_rows", "backward_rows_known", "compare", "forward", "forward_known",
     "gradient_rows", "gradients", "results",
 ]  # fmt: skip
 
@@ -63,7 +63,7 @@ def gradient_rows(*args: Any) -> Tensor:
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    return backward_rows(backward_known(args, joined=True), args)
+    return backward_rows(backward_rows_known(args), args)
 
 
 def forward_known(args: Sequence[Any]) -> Known:
@@ -78,12 +78,25 @@ def forward_known(args: Sequence[Any]) -> Known:
     return _recalled(spec, lambda: _forward_known(args, spec.environment))
 
 
-def backward_known(args: Sequence[Any], *, joined: bool = False) -> Known:
-    """What is known of a call of `gradients`, or of `gradient_rows`.
+def backward_known(args: Sequence[Any]) -> Known:
+    """What is known of a call of `gradients`.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
+    return _backward_recalled(args, joined=False)
+
+
+def backward_rows_known(args: Sequence[Any]) -> Known:
+    """What is known of a call of `gradient_rows`.
+
+    Raises:
+        NoViableBackend: if no backend accepts the problem.
+    """
+    return _backward_recalled(args, joined=True)
+
+
+def _backward_recalled(args: Sequence[Any], *, joined: bool) -> Known:
     needs, *operands = args[6:]
     allowed = None if operands[-1] == "*" else _names(operands[-1])
     spec = spec_of_operator(operands, allowed, needs, is_joined=joined)
@@ -103,7 +116,7 @@ def _recalled(spec: CallSpec, build: Callable[[], Known]) -> Known:
 def forward(known: Known, args: tuple[Any, ...]) -> Results:
     """Attention of the flat arguments of the operator, with the strides that its output is promised to have."""
     outline, strides = known
-    found = forward_now(outline, (*args[:3], *args[3]), args[4:11])
+    found = forward_now(outline, (*args[:3], *args[3]), OptionalTensors(*args[4:11]))
     out = _lying(found.out, (strides or _forward_strides(args))[0])
     return found if out is found.out else replace(found, out=out)
 
@@ -131,40 +144,15 @@ def backward_rows(known: Known, arguments: tuple[Any, ...]) -> Tensor:
 def _found(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
     """As the kernel makes them."""
     (grad_out, grad_lse, grad_columns, grad_weights, out, lse, _), args = arguments[:7], arguments[7:]
-    outline = known.outline
-    tensors = (*args[:3], *args[3])
+    outline, tensors, optional = known.outline, (*args[:3], *args[3]), OptionalTensors(*args[4:11])
     made: Sequence[Tensor | None] | None = None
-    if outline.geometry is not None and grad_columns is None and grad_weights is None:
-        offsets = None if args[6] is None else args[6:10]
-        made = backward_again(outline.chosen, outline.geometry, (*tensors, args[4]), offsets, Given(out, lse, grad_out, grad_lse))
+    if outline.program is not None and grad_columns is None and grad_weights is None:
+        made = launch_backward(outline.chosen, outline.program, tensors, optional, Given(out, lse, grad_out, grad_lse))
     if made is None:
         cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
-        found = run_backward(outline.chosen, outline.operands(tensors, args[4:11]), Results(out, lse), cotangents)
+        found = run_backward(outline.chosen, outline.operands(tensors, optional), Results(out, lse), cotangents)
         made = (found.query, found.key, found.value, *found.captures)
     return [t for t in made if t is not None]
-
-
-def fix_forward(known: Known, args: tuple[Any, ...]) -> Fixed | None:
-    """`forward` of query, key, value, captured tensors and seed that are as these but for their addresses, in one row: out, lse, and
-    row_max where it is asked for. None where the kernel has no such pass."""
-    outline, strides = known
-    binding = outline.chosen.binding
-    if binding is None or outline.geometry is None or strides is None:
-        return None
-    _, h, s, _ = args[0].shape
-    statistics = [(h * s, s, 1)] * (1 + outline.chosen.formula.outputs.row_max)
-    return binding.fix_forward(outline.geometry, (*args[:3], *args[3], args[4]), [*strides, *statistics])
-
-
-def fix_backward(known: Known, arguments: tuple[Any, ...]) -> Fixed | None:
-    """`backward` likewise, of these tensors, out, lse, and the gradients of both: what it returns."""
-    (grad_out, grad_lse, grad_columns, grad_weights, out, lse, _), args = arguments[:7], arguments[7:]
-    outline, strides = known
-    binding = outline.chosen.binding
-    if binding is None or outline.geometry is None or strides is None or grad_columns is not None or grad_weights is not None:
-        return None
-    inputs, given = (*args[:3], *args[3], args[4]), Given(out, lse, grad_out, grad_lse)
-    return binding.fix_backward(outline.geometry, inputs, given, strides)
 
 
 def _names(allowed: str) -> tuple[str, ...]:
@@ -207,10 +195,10 @@ def _backward_strides(args: Sequence[Any], needs: str) -> list[Strides]:
 def _outline(args: Sequence[Any], environment: Environment, needs: Needs, *, joined: bool = False) -> Outline:
     formula, operands, _ = unflatten(args)
     chosen = choose_kernel(formula, operands, needs, environment)
-    # block masks and pages are looked up by value
-    geometry = Geometry(joined=joined) if operands.blocks is None and operands.page_table is None else None
+    # compiled code computes a new block mask at each call
+    program = Program(joined=joined) if operands.blocks is None else None
     o = operands
-    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed=False, geometry=geometry, learns=False)
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed=False, program=program, learns=False)
 
 
 def _lying(tensor: Tensor, strides: Strides) -> Tensor:

@@ -9,7 +9,7 @@ from posed import assert_exact, exact, kernel_of, posed
 import foci
 from foci import masks, scores
 from foci.backends.hopper import backward_schedules
-from foci.problem import Cotangents, Geometry
+from foci.problem import Cotangents, Program
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -398,7 +398,7 @@ def test_gradients_side_by_side_have_the_bits_of_those_apart(name):
     dout = torch.randn_like(results.out)
     apart = kernel.backward(operands, results, Cotangents(dout))
     for _ in range(2):
-        joined = kernel.backward(replace(operands, geometry=Geometry(joined=True)), results, Cotangents(dout))
+        joined = kernel.backward(replace(operands, program=Program(joined=True)), results, Cotangents(dout))
         step = sum(t.shape[1] * t.shape[3] for t in (joined.query, joined.key, joined.value))
         for part in ("query", "key", "value"):
             assert torch.equal(getattr(apart, part), getattr(joined, part)), part

@@ -24,7 +24,7 @@ __all__ = ["BACKEND", "differentiable"]
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class _Kernel(Kernel):
     problem: Problem
     may_be_single: bool
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci import dropout
-from foci.backends.contract import Plan
+from foci.backends.contract import Kernel, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.backends.cpu.source import backward_source, forward_source
@@ -115,7 +115,7 @@ def _bytes_address(content: bytes) -> int:
     return (ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0) if content else 0
 
 
-class CpuKernel:
+class CpuKernel(Kernel):
     """The native kernels of one plan. The backward is compiled when it is first asked for."""
 
     def __init__(self, plan: Plan) -> None:
@@ -201,7 +201,7 @@ def _gradient_tensors(operands: Operands, needs_grad: tuple[bool, bool, bool]) -
     a joined call gets parts of the rows of one tensor."""
     tensors = (operands.query, operands.key, operands.value)
     widths = [t.shape[1] * t.shape[3] for t in tensors]
-    if operands.geometry is not None and operands.geometry.joined and all(needs_grad):
+    if operands.program is not None and operands.program.joined and all(needs_grad):
         rows = operands.query.new_empty((operands.query.shape[0], operands.query.shape[2], sum(widths)))
         parts = zip(torch.split(rows, widths, 2), tensors, strict=True)
         return tuple(part.view(*part.shape[:2], t.shape[1], t.shape[3]).transpose(1, 2) for part, t in parts)

@@ -44,7 +44,7 @@ def gradient_tensors(launches: LaunchBuilder, operands: Operands, wanted: tuple[
         if operands.cu_q is not None:
             is_joined = all(t.stride()[1:] == (t.shape[3], width, 1) for t, _ in of.values())
         else:  # each begins at a multiple of 16 bytes, as kernels are compiled for
-            is_asked = operands.geometry is not None and operands.geometry.joined and rows == columns
+            is_asked = operands.program is not None and operands.program.joined and rows == columns
             is_joined = is_asked and all(t.shape[1] * t.shape[3] % 8 == 0 for t, _ in of.values())
         if is_joined:
             sizes = [(*t.shape[:2], s, t.shape[3]) for t, s in of.values()]

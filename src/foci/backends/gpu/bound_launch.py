@@ -1,4 +1,4 @@
-"""Launch lists bound to everything but the addresses of their tensors: for the layers of a model, and for call sites of compiled code.
+"""Launch lists bound to everything but the addresses of their tensors, for the layers of a model.
 
 The calls of a model's layers differ in addresses alone, so a bound launch skips all look-ups. If query, key and value are side by side in
 the rows of one tensor, it takes those rows and returns rows, and no tensors are made for query, key, value and their gradients.
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Inputs, Offsets, Strides
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Inputs, Offsets
 from foci.backends.gpu.launch_list import LaunchList, Sized
 from foci.backends.gpu.stream_state import allocator_on, free_stream_on
 from foci.backends.gpu.tile_tables import sequences_at
 from foci.compat.torch import version_of
 
-__all__ = ["bind_backward", "bind_forward", "fix"]
+__all__ = ["bind_backward", "bind_forward"]
 
 
 class _Kind(NamedTuple):
@@ -242,42 +242,3 @@ def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
         steps.append(at * parts.dtype.itemsize)
         at += size[1] * size[2]
     return tuple(steps) if at == width else None
-
-
-def fix(found: LaunchList, like: Tensor, strides: Strides) -> Fixed | None:
-    """Bind a dense launch list to the device of `like`: the result takes tensors that differ from the list's in their addresses alone.
-    None if the launch depends on more than addresses, or its outputs do not have `strides`. Outputs that were allocated side by side share
-    one tensor of rows [B, S, E]."""
-    device = like.get_device() if like.is_cuda else -1
-    stream, sized = free_stream_on(device), found.sized
-    news, starts = sized.news, [0]
-    if sized.joint is not None:
-        parts, dtype, _ = sized.joint
-        (b, _, s, _), (_, _, width, _), _ = parts[0]
-        news, starts = [((b, s, width), (s * width, width, 1), dtype), *news], [at * dtype.itemsize for *_, at in parts]
-    if stream is None or not sized.takes_places or [stride for _, stride, _ in news] != [*strides]:
-        return None
-    empty, (size, offsets) = allocator_on(like.device), found.scratch
-
-    def run(tensors: Inputs) -> list[Tensor] | None:
-        """Launch with these tensors. None if the stream has changed or a tensor does not begin at a multiple of 16 bytes."""
-        if free_stream_on(device) != stream:
-            return None
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        bits = 0
-        for address in addresses:
-            if address:
-                bits |= address
-        if bits & 15:
-            return None
-        made = [empty(*new) for new in news]
-        addresses += [made[0].data_ptr() + start for start in starts]
-        addresses += [t.data_ptr() for t in made[1:]]
-        if size:
-            scratch = empty((size,), (1,), torch.uint8)  # lives until all is launched
-            start = scratch.data_ptr()
-            addresses += [start + offset for offset in offsets]
-        found.launch_at(addresses)
-        return made
-
-    return run

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foci.backends.contract import Given
+from foci.backends.contract import Given, Kernel
 from foci.backends.gpu.allocate import no_gradients
 from foci.backends.gpu.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
 from foci.backends.gpu.captured_grad import find_query_tile_bias
 from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.launch_builder import LaunchBuilder
-from foci.backends.gpu.launch_cache import KnownPasses, find_pass, keep_pass
+from foci.backends.gpu.launch_cache import RepeatablePasses
 from foci.backends.gpu.passes import PassBuilder
 from foci.backends.gpu.precompile_backward import precompile_backward
 from foci.backends.gpu.schedules import Schedule
@@ -57,7 +56,7 @@ class BackwardPass(Protocol):
         ...
 
 
-class GpuKernel(KnownPasses):
+class GpuKernel(RepeatablePasses, Kernel):
     """Forward and backward of a plan, by any two passes: a backend chooses them."""
 
     def __init__(self, builder: PassBuilder, forward: ForwardPass, backward: BackwardPass) -> None:
@@ -81,20 +80,14 @@ class GpuKernel(KnownPasses):
             return add_aux_outputs(
                 self.builder, operands, sequences, self.forward_pass.build(operands, sequences, LaunchBuilder(inputs, None))
             )
-        key = self.pass_key(operands, inputs[:3], inputs[3:])
-        tokens = count_tokens(operands)
-        found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
-        if found is not None:
-            self.know(operands, sequences, found)
-            return Results(*found.run(inputs)[: self.results])
+        key = self.pass_key(operands)
         launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
             results = self.forward_pass.build(operands, sequences, launches)
-            launches.finish(tokens)
+            launches.finish(count_tokens(operands))
             precompile_backward(self, operands, sequences, results)
         if key is not None and (built := launches.built) is not None:
-            keep_pass(key, sequences, self.builder.read_by_masks(operands), built)
-            self.know(operands, sequences, built)
+            self.keep(key, operands, sequences, built, self.results)
         return results
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
@@ -110,35 +103,25 @@ class GpuKernel(KnownPasses):
             cotangents = add_weight_cotangents(self.builder, operands, sequences, results, cotangents, flow)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         given = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
+        key = self.pass_key(operands, given) if self._is_all_launches(operands, flow) else None
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
-        # other gradients of captured tensors take torch operations between launches, which no launch list holds
-        learned = find_query_tile_bias(self.builder, operands) if self.builder.problem.capture_grads.count(True) == 1 else None
-        is_noted = flow is None and (learned is not None or not self.learns)
-        key = self.pass_key(operands, (*inputs[:3], *given), inputs[3:-4]) if is_noted else None
-        tokens = count_tokens(operands)
-        found = None if key is None else find_pass(key, sequences, tokens, operands.captures)
-        if found is not None and learned is not None:
-            made = found.run(inputs)
-            captures = tuple(made[self.gradients] if slot == learned.slot else None for slot in range(len(operands.captures)))
-            return self._gradients(operands, made, captures)
-        if found is not None:
-            self.know(operands, sequences, found, given)
-            return self._gradients(operands, found.run(inputs))
         launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
         with nullcontext() if self.learns else compile_in_parallel():
             made, captures = self.backward_pass.build(operands, given, sequences, launches, flow)
-            launches.finish(tokens)
+            launches.finish(count_tokens(operands))
         if key is not None and (built := launches.built) is not None:
-            keep_pass(key, sequences, self.builder.read_by_masks(operands), built)
-            if learned is None:
-                self.know(operands, sequences, built, given)
-        return add_row_gradients(self._gradients(operands, made, captures), self.builder.problem, operands, results.lse, grad_lse)
-
-    def _gradients(self, operands: Operands, made: Sequence[Tensor], captures: tuple[Tensor | None, ...] = ()) -> Gradients:
-        """`Gradients` from the tensors of a backward pass, which begin with the needed ones of dq, dk and dv."""
+            self.keep(key, operands, sequences, built, self.gradients + self.learns)
         rest = iter(made)
         dq, dk, dv = (next(rest) if on else None for on in self.wanted)
-        return Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
+        gradients = Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
+        return add_row_gradients(gradients, self.builder.problem, operands, results.lse, grad_lse)
+
+    def _is_all_launches(self, operands: Operands, flow: WeightCotangents | None) -> bool:
+        """Whether a launch list holds all of a backward: most gradients of captured tensors take torch operations between launches."""
+        if flow is not None or not self.learns:
+            return flow is None
+        is_one = self.builder.problem.capture_grads.count(True) == 1 and operands.cu_q is None
+        return is_one and find_query_tile_bias(self.builder, operands) is not None
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Cache of launch lists: their keys, where they are stored, and how a kernel repeats one.
+"""Cache of launch lists: their keys, where they are kept, and how a kernel repeats one.
 
-A launch list ("pass") is built at the first call with a key, and run at this and every later one.
+The launch list of a pass is built by the first call of a program, and run by this and every later one.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from foci.backends.contract import BackwardOfRows, Fixed, ForwardOfRows, Given, Inputs, Offsets, Strides
-from foci.backends.gpu.bound_launch import bind_backward, bind_forward, fix
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs
+from foci.backends.gpu.bound_launch import bind_backward, bind_forward
 from foci.backends.gpu.launch_list import LaunchList, Template
-from foci.backends.gpu.stream_state import current_stream, free_stream, tensor_addresses
+from foci.backends.gpu.stream_state import free_stream, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.tensor_descriptors import without_overlap
 from foci.backends.gpu.tile_tables import Sequences, sequences_at
-from foci.problem import Geometry, Operands
+from foci.problem import Operands, OptionalTensors, Program
 from foci.weak_cache import WeakCache, tensor_state
 
 if TYPE_CHECKING:
     from foci.backends.gpu.passes import PassBuilder
 
-__all__ = ["KnownPasses", "find_pass", "keep_pass", "source_of_places"]
+__all__ = ["RepeatablePasses", "find_pass", "keep_pass", "source_of_places"]
 
 Key: TypeAlias = tuple[object, ...]
 
@@ -58,9 +58,9 @@ def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: La
         _templates.add((key, sequences.form), (), made.template.unbound())
 
 
-class KnownPasses:
-    """Launch lists of one kernel, under two keys. The geometry of a call is enough to repeat one without checking operands. `pass_key`
-    holds everything that determines one, for operands that were checked."""
+class RepeatablePasses:
+    """Repeats the passes of one kernel. A launch list is kept for the program of a call, and by what may differ between two calls of one
+    program: the stream, values that masks read, and how a backward's arguments lie."""
 
     def __init__(self, builder: PassBuilder) -> None:
         self.builder = builder
@@ -68,149 +68,111 @@ class KnownPasses:
         self.results = 3 if builder.problem.formula.outputs.row_max else 2
         self.gradients = sum(self.wanted)
 
-    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /, others: int = 1) -> list[Tensor] | None:
-        """See `foci.backends.contract.Repeating`. `others`: number of inputs that follow the captured tensors."""
-        found = self._known_forward(geometry, inputs, offsets, others)
-        return None if found is None else found.run(inputs)[: self.results]
+    def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
+        """See `foci.backends.contract.Kernel`."""
+        found = self._find_forward(program, tensors, optional)
+        return None if found is None else found.run(_forward_inputs(tensors, optional))
 
     def bind_forward(
-        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, /, *, whole: bool = False, out_alone: bool = False
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, /, *, whole: bool = False, out_alone: bool = False
     ) -> ForwardOfRows | None:
-        """See `foci.backends.contract.Binding`."""
-        found = self._known_forward(geometry, inputs, offsets, 1)
-        return None if found is None else bind_forward(found, rows, inputs, offsets, whole=whole, out_alone=out_alone)
+        """See `foci.backends.contract.Kernel`."""
+        found = self._find_forward(program, tensors, optional)
+        if found is None:
+            return None
+        return bind_forward(found, rows, tensors, optional.offsets, whole=whole, out_alone=out_alone)
 
-    def _known_forward(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, others: int) -> LaunchList | None:
-        query, key = inputs[0], inputs[1]
+    def _find_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors) -> LaunchList | None:
+        query, key = tensors[0], tensors[1]
         assert query is not None
         assert key is not None
         stream = free_stream(query)
-        if stream is None:
+        read = None if stream is None else self._states(tensors[3:], optional.blocks)
+        if stream is None or read is None:
             return None
-        sequences, captures = sequences_at(query, offsets, stream), inputs[3:-others]
-        read = self._versions(captures) if self.mask_slots else ()
-        if read is None:
-            return None
-        return find_pass((geometry, stream, (), read), sequences, _tokens_at(geometry, query, key), captures)
+        sequences = sequences_at(query, optional.offsets, stream)
+        return find_pass((self, program, stream, (), read), sequences, _count(program, query, key), tensors[3:])
 
-    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """See `foci.backends.contract.Repeating`."""
-        given, found, places = self._known_backward(geometry, inputs, offsets, given)
-        return None if found is None else found.run((*inputs, *given), places)[: self.gradients]
+    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given, /) -> list[Tensor] | None:
+        """See `foci.backends.contract.Kernel`."""
+        given, found, addresses = self._find_backward(program, tensors, optional, given)
+        return None if found is None else found.run((*tensors, optional.seed, *given), addresses)
 
     def bind_backward(
-        self, geometry: Geometry, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: Given, /
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, given: Given, /
     ) -> BackwardOfRows | None:
-        """See `foci.backends.contract.Binding`."""
-        _, found, _ = self._known_backward(geometry, inputs, offsets, given)
-        return None if found is None or given.dlse is not None else bind_backward(found, rows, inputs, offsets, given[:3])
+        """See `foci.backends.contract.Kernel`."""
+        _, found, _ = self._find_backward(program, tensors, optional, given)
+        return None if found is None or given.dlse is not None else bind_backward(found, rows, tensors, optional.offsets, given[:3])
 
-    def fix_forward(self, geometry: Geometry, inputs: Inputs, strides: Strides, /) -> Fixed | None:
-        """See `foci.backends.contract.Binding`."""
-        return self._fixed(self._known_forward(geometry, inputs, None, 1), inputs, strides)
-
-    def fix_backward(self, geometry: Geometry, inputs: Inputs, given: Given, strides: Strides, /) -> Fixed | None:
-        """See `foci.backends.contract.Binding`."""
-        known, found, _ = self._known_backward(geometry, inputs, None, given)
-        return self._fixed(found, inputs, strides) if known is given else None  # a gradient laid out anew is another tensor
-
-    def _fixed(self, found: LaunchList | None, inputs: Inputs, strides: Strides) -> Fixed | None:
-        query = inputs[0]
-        assert query is not None
-        return None if found is None or self.mask_slots else fix(found, query, strides)
-
-    def _known_backward(
-        self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given
+    def _find_backward(
+        self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given
     ) -> tuple[Given, LaunchList | None, list[int | None]]:
         """Return (`given` with a dout that kernels can read, launch list or None, addresses of all tensors)."""
-        query, key = inputs[0], inputs[1]
+        query, key = tensors[0], tensors[1]
         assert query is not None
         assert key is not None
-        stream = None if self.learns or not _is_ready(given) else free_stream(query)
-        if stream is None:
+        stream = free_stream(query) if _is_ready(given) else None
+        read = None if stream is None else self._states(tensors[3:], optional.blocks)
+        if stream is None or read is None:
             return given, None, []
         if 0 in given.dout.stride():
             given = given._replace(dout=without_overlap(given.dout, given.out))
-        read = self._versions(inputs[3:-1]) if self.mask_slots else ()
-        tensors = (*inputs, *given)
-        places = tensor_addresses(tensors)
+        addresses = tensor_addresses((*tensors, optional.seed, *given))
         # a saved tensor may have been unpacked as another tensor with the same values, at an unaligned address
-        if read is None or not _are_aligned(places):
+        if not _are_aligned(addresses):
             return given, None, []
-        known = (geometry, stream, _strides_of(inputs, given), read)
-        return given, find_pass(known, sequences_at(query, offsets, stream), _tokens_at(geometry, query, key), inputs[3:-1]), places
+        sequences = sequences_at(query, optional.offsets, stream)
+        known = (self, program, stream, _strides_of(tensors, given), read)
+        return given, find_pass(known, sequences, _count(program, query, key), tensors[3:]), addresses
 
-    def know(self, operands: Operands, sequences: Sequences, found: LaunchList, given: Given | None = None) -> None:
-        """Store a launch list by the geometry of the operands, if they have one."""
-        geometry = operands.geometry
-        if geometry is None:
-            return
-        if operands.blocks is not None:
-            return  # `forward_again` and `backward_again` get no block mask
-        count = self.results
-        strides: Key = ()
-        if given is not None:
-            inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
-            count, strides = self.gradients, _strides_of(inputs, given, packed=geometry.packed)
-        key = (geometry, current_stream(operands.query), strides, self._versions(operands.captures))
-        keep_pass(key, sequences, self.builder.read_by_masks(operands), found.returning(count, packed=geometry.packed))
+    def pass_key(self, operands: Operands, given: Given | None = None) -> Key | None:
+        """The key by which the launch list of a pass is kept; None if it must not be repeated, or the call has no program.
 
-    def _read(self, captures: Inputs) -> tuple[Tensor, ...]:
-        """The tensors that the mask captures."""
-        read = (captures[slot] for slot in self.mask_slots)
-        return tuple(t for t in read if t is not None)
+        Args:
+            operands: the call.
+            given: a backward's other arguments.
+        """
+        o, program = operands, operands.program
+        stream = None if program is None else free_stream(o.query)
+        read = None if stream is None else self._states(o.captures, o.blocks)
+        if program is None or read is None:
+            return None
+        tensors = (o.query, o.key, o.value, *o.captures)
+        every = [t for t in (*tensors, o.seed, o.kv_lengths, o.page_table, *(given or ())) if t is not None]
+        # a tensor in two places of a launch list would stand for both
+        if not _are_aligned(tensor_addresses(every)) or len({*map(id, every)}) < len(every) - 3 + len({*map(id, tensors[:3])}):
+            return None
+        return self, program, stream, () if given is None else _strides_of(tensors, given, packed=program.packed), read
 
-    def _versions(self, captures: Inputs) -> Key | None:
-        """`tensor_state` of the tensors that the mask captures; None if one has no version."""
-        read = self._read(captures)
+    def keep(self, key: Key, operands: Operands, sequences: Sequences, built: LaunchList, count: int) -> None:
+        """Keep the launch list of a pass, which returns the first `count` of the tensors that it allocates."""
+        packed = operands.program is not None and operands.program.packed
+        keep_pass(key, sequences, self.builder.read_by_masks(operands), built.returning(count, packed=packed))
+
+    def _states(self, captures: Inputs, blocks: Tensor | None) -> Key | None:
+        """`tensor_state` of the tensors whose values decide which tiles are visited; None if one has no version."""
+        if blocks is None and not self.mask_slots:
+            return ()
+        read = [t for t in (*(captures[slot] for slot in self.mask_slots), blocks) if t is not None]
         return None if any(t.is_inference() for t in read) else tuple(map(tensor_state, read))
 
-    def pass_key(self, operands: Operands, packed: Inputs, others: Inputs) -> Key | None:
-        """Everything that determines a launch list, except addresses and, in a packed call, the number of tokens of the `packed` tensors.
-        None if the launch must not be repeated."""
-        query, key, value, blocks = operands.query, operands.key, operands.value, operands.blocks
-        stream = free_stream(query)
-        if stream is None or (blocks is not None and (operands.geometry is None or self.learns)):
-            return None
-        tensors = [t for t in (*packed, *others) if t is not None]
-        # a tensor in two places of a launch list would stand for both
-        if not _are_aligned(tensor_addresses(tensors)) or len(set(map(id, tensors))) < len(tensors) - 3 + len(
-            {id(query), id(key), id(value)}
-        ):
-            return None
-        read = self._versions(operands.captures)
-        if read is None or (blocks is not None and blocks.is_inference()):
-            return None
-        if blocks is not None:
-            read = (*read, tensor_state(blocks))
-        how = _lie if operands.cu_q is None else _lie_packed
-        return (
-            self, query.get_device(), stream, read, query is key, key is value, query is value, operands.scale, operands.dropout_p,
-            operands.ints, operands.floats, operands.max_q, operands.max_kv, operands.geometry is not None and operands.geometry.joined,
-            *map(how, packed), *map(_lie, others),
-        )  # fmt: skip
+
+def _forward_inputs(tensors: Inputs, optional: OptionalTensors) -> Inputs:
+    """Inputs of a forward's launches, in order; lengths and page table where keys are paged."""
+    if optional.page_table is None:
+        return (*tensors, optional.seed)
+    return (*tensors, optional.seed, optional.kv_lengths, optional.page_table)
 
 
-def _tokens_at(geometry: Geometry, query: Tensor, key: Tensor) -> Tokens:
+def _count(program: Program, query: Tensor, key: Tensor) -> Tokens:
     """Queries and keys of a head, of tensors [B, H, S, D], or packed [T, H, D]."""
-    return (query.shape[0], key.shape[0]) if geometry.packed else (query.shape[2], key.shape[2])
+    return (query.shape[0], key.shape[0]) if program.packed else (query.shape[2], key.shape[2])
 
 
-def _lie(tensor: Tensor | None) -> object:
-    """What a launch depends on besides a tensor's address: shape and strides."""
-    return None if tensor is None else (tensor.shape, tensor.stride())
-
-
-def _lie_packed(tensor: Tensor | None) -> object:
-    """`_lie` of [1, H, T, D] without T. Row statistics [1, H, T] are contiguous, so nothing is left of them."""
-    if tensor is None or tensor.dim() == 3:
-        return tensor is None
-    return tensor.shape[1], tensor.shape[3], tensor.stride()[1:]
-
-
-def _strides_of(inputs: Inputs, given: Given, *, packed: bool = False) -> Key:
+def _strides_of(tensors: Inputs, given: Given, *, packed: bool = False) -> Key:
     """Strides of a backward pass's arguments. `packed`: tensors are [1, H, T, D]; return the strides of [T, H, D]."""
-    found = [None if t is None else t.stride() for t in (given.out, given.dout, *inputs)]
+    found = [None if t is None else t.stride() for t in (given.out, given.dout, *tensors)]
     if packed:
         found[:5] = [(s[2], s[1], s[3]) for s in found[:5] if s is not None]
     elif given.out.dim() == 4 and given.out.shape[0] == 1:  # a step along one entry may depend on how many tokens it has

@@ -188,7 +188,7 @@ def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str
     """
     operands, block_size = call.operands, builder.problem.formula.block_size
     read = builder.read_by_masks(operands)
-    is_unkept = operands.blocks is not None and operands.geometry is None  # compiled code computes a new block mask at each call
+    is_unkept = operands.blocks is not None and operands.program is None  # compiled code computes a new block mask at each call
     if not call.sequences.stays or is_unkept or _changes_unseen(operands.query, read):
         return _make(builder, call, schedule, side, None)
     query, key = operands.query, operands.key

@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.backends.contract import Given, Inputs, Offsets, Plan
+from foci.backends.contract import Inputs, Kernel, Plan
 from foci.backends.gpu.allocate import result_tensors
 from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.decode import Pages
 from foci.backends.gpu.kernel import GpuKernel, is_elsewhere
 from foci.backends.gpu.kernel_args import encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
-from foci.backends.gpu.launch_cache import find_pass, keep_pass
 from foci.backends.gpu.passes import PassBuilder
 from foci.backends.gpu.portable_passes import PortableBackward, PortableForward
 from foci.backends.gpu.schedules import Schedule, padded_dim, shares_tile
@@ -28,7 +27,7 @@ from foci.backends.gpu.tensor_descriptors import stream_operand
 from foci.backends.gpu.tile_tables import Sequences, build_visits, operand_sequences
 from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.triton.kernel import build_kernel
-from foci.problem import Cotangents, Geometry, Gradients, Operands, Results
+from foci.problem import Cotangents, Gradients, Operands, OptionalTensors, Program, Results
 
 __all__ = ["PagedKernel"]
 
@@ -43,7 +42,7 @@ class _Joined(LaunchBuilder):
         return self
 
 
-class PagedKernel:
+class PagedKernel(Kernel):
     """Forward and backward of a plan with paged keys and values."""
 
     def __init__(self, plan: Plan) -> None:
@@ -59,34 +58,20 @@ class PagedKernel:
                 return self.forward(operands)
         if not self.is_decode(operands):
             return self.gathered.forward(operands)
-        kernel, (lengths, table) = self.native, _collect_pages(operands)
+        lengths, table = _collect_pages(operands)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, lengths, table)
-        whole, tokens = operand_sequences(operands), count_tokens(operands)
-        known = kernel.pass_key(operands, inputs[:3], inputs[3:])
-        key = None if known is None else (known, lengths.dtype, table.dtype)
-        found = None if key is None else find_pass(key, whole, tokens, operands.captures)
-        stays = lengths is operands.kv_lengths
-        if found is not None:
-            if stays:
-                kernel.know(operands, whole, found)
-            return Results(*found.run(inputs)[: kernel.results])
+        key = self.native.pass_key(operands) if lengths is operands.kv_lengths else None
         launches = _Joined(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
             results = self._decode(operands, launches)
-            launches.finish(tokens)
+            launches.finish(count_tokens(operands))
         if key is not None and (built := launches.built) is not None:
-            keep_pass(key, whole, (), built)
-            if stays:
-                kernel.know(operands, whole, built)
+            self.native.keep(key, operands, operand_sequences(operands), built, self.native.results)
         return results
 
-    def forward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, /) -> list[Tensor] | None:
-        """See `foci.backends.contract.Repeating`; `inputs` end with lengths and page table."""
-        return self.native.forward_again(geometry, inputs, offsets, 3)
-
-    def backward_again(self, geometry: Geometry, inputs: Inputs, offsets: Offsets | None, given: Given, /) -> list[Tensor] | None:
-        """None: the backward gathers pages first, which no launch list holds."""
-        return None
+    def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
+        """See `foci.backends.contract.Kernel`. The backward gathers pages first, which no launch list holds."""
+        return self.native.launch_forward(program, tensors, optional)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""

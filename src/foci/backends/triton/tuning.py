@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from torch import Tensor
 
 from foci.backends import disk
-from foci.backends.contract import Plan
+from foci.backends.contract import Given, Inputs, Kernel, Plan
 from foci.backends.gpu.architectures import find
 from foci.backends.gpu.schedules import (
     LIKE,
@@ -31,7 +32,7 @@ from foci.backends.gpu.schedules import (
     shared_bytes,
     vector_bytes,
 )
-from foci.problem import Cotangents, Gradients, Operands, Results
+from foci.problem import Cotangents, Gradients, Operands, OptionalTensors, Program, Results
 
 __all__ = ["Scheduled", "Store", "TunedKernel", "list_candidates", "tuning_key"]
 
@@ -39,20 +40,12 @@ _MOST: Final = 24
 """Most candidates of one kernel: each costs a compilation."""
 
 
-class Scheduled(Protocol):
+class Scheduled(Kernel, Protocol):
     """A kernel whose schedules may be set before it runs."""
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """Schedules by kernel; the kernel adds those that it chooses itself."""
-        ...
-
-    def forward(self, operands: Operands, /) -> Results:
-        """Attention of the operands."""
-        ...
-
-    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
-        """Gradients of the operands."""
         ...
 
 
@@ -135,7 +128,25 @@ def _milliseconds(run: Callable[[], object]) -> float:
     return float(do_bench(run, warmup=5, rep=30, return_mode="median"))
 
 
-class TunedKernel:
+_Repeat = Callable[[Scheduled], Callable[[], object]]
+"""Gives for a kernel the pass to time, without the host's work of a first call."""
+
+
+def _repeat_forward(operands: Operands, kernel: Scheduled) -> Callable[[], object]:
+    program = Program()
+    o = replace(operands, program=program)
+    kernel.forward(o)
+    return lambda: kernel.launch_forward(program, o.tensors, o.optional) or kernel.forward(o)
+
+
+def _repeat_backward(operands: Operands, results: Results, cotangents: Cotangents, kernel: Scheduled) -> Callable[[], object]:
+    program = Program()
+    o, given = replace(operands, program=program), Given(results.out, results.lse, cotangents.out, cotangents.lse)
+    kernel.backward(o, results, cotangents)
+    return lambda: kernel.launch_backward(program, o.tensors, o.optional, given) or kernel.backward(o, results, cotangents)
+
+
+class TunedKernel(Kernel):
     """Times the candidates of each kernel at its first launch, unless the store has a choice.
 
     Args:
@@ -163,17 +174,22 @@ class TunedKernel:
         """Attention of the operands."""
         self._begin(operands)
         results = self.kernel.forward(operands)
-        return self.kernel.forward(operands) if self._settle(operands, lambda kernel: kernel.forward(operands)) else results
+        return self.kernel.forward(operands) if self._settle(operands, functools.partial(_repeat_forward, operands)) else results
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
         self._begin(operands)
+        gradients = self.kernel.backward(operands, results, cotangents)
+        repeat = functools.partial(_repeat_backward, operands, results, cotangents)
+        return self.kernel.backward(operands, results, cotangents) if self._settle(operands, repeat) else gradients
 
-        def run(kernel: Scheduled) -> Gradients:
-            return kernel.backward(operands, results, cotangents)
+    def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
+        """See `foci.backends.contract.Kernel`. What the chosen kernel has launched was settled then."""
+        return self.kernel.launch_forward(program, tensors, optional)
 
-        gradients = run(self.kernel)
-        return run(self.kernel) if self._settle(operands, run) else gradients
+    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given, /) -> list[Tensor] | None:
+        """See `foci.backends.contract.Kernel`."""
+        return self.kernel.launch_backward(program, tensors, optional, given)
 
     def _begin(self, operands: Operands) -> None:
         """Read the stored choices."""
@@ -182,14 +198,14 @@ class TunedKernel:
             self.chosen = {kind: s for kind, s in self.store.read(self.key).items() if s in list_candidates(kind, self.plan)}
             self.kernel = self._with(self.chosen)
 
-    def _settle(self, operands: Operands, run: Callable[[Scheduled], object]) -> bool:
+    def _settle(self, operands: Operands, repeat: _Repeat) -> bool:
         """Tune the kernels that the pass launched and that have no choice yet; return whether there were any."""
         new = [kind for kind in self.kernel.schedules if kind not in self.chosen]
         if not new or (operands.query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         assert self.key is not None
         for kind in new:
-            self.chosen[kind] = self._fastest(kind, run)
+            self.chosen[kind] = self._fastest(kind, repeat)
             self.kernel = self._with(self.chosen)
         # keep what another process stored meanwhile
         self.store.write(self.key, self.store.read(self.key) | self.chosen)
@@ -200,11 +216,11 @@ class TunedKernel:
         kernel.schedules.update(schedules)
         return kernel
 
-    def _fastest(self, kind: str, run: Callable[[Scheduled], object]) -> Schedule:
+    def _fastest(self, kind: str, repeat: _Repeat) -> Schedule:
         """The candidate with which the entire pass is fastest; the first of equals."""
         others = {k: s for k, s in self.kernel.schedules.items() if k != kind}
 
         def seconds(schedule: Schedule) -> float:
-            return self.time(functools.partial(run, self._with(others | {kind: schedule})))
+            return self.time(repeat(self._with(others | {kind: schedule})))
 
         return min(list_candidates(kind, self.plan), key=seconds)
