@@ -94,7 +94,8 @@ def driver(monkeypatch):
     # set by the C code that a real driver loads
     for name, value in (("PyKernelArg", SimpleNamespace), ("ARG_CONSTEXPR", 0), ("ARG_KERNEL", 1), ("ARG_TUPLE", 2)):
         monkeypatch.setattr(nvidia, name, value, raising=False)
-    monkeypatch.setattr(kernel, "current_stream", lambda tensor: STREAM)
+    for module in (kernel, tile_tables):
+        monkeypatch.setattr(module, "current_stream", lambda tensor: STREAM)
     monkeypatch.setattr(stream_state, "free_stream_on", lambda device: STREAM)
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(launch_cache, "_templates", WeakCache(16))

@@ -130,14 +130,14 @@ def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
 def backward_rows(known: Known, arguments: tuple[Any, ...]) -> Tensor:
     """Those of query, key and value, likewise, in rows."""
     made = _found(known, arguments)
-    (b, _, s, _), width = made[0].shape, sum(t.shape[1] * t.shape[3] for t in made)
-    at, storages = made[0].storage_offset(), {t.untyped_storage().data_ptr() for t in made}
-    strides = (s * width, width, 1)
+    (b, _, s, _), width = made[0].shape, sum([t.shape[1] * t.shape[3] for t in made])
+    address, strides = made[0].data_ptr(), (s * width, width, 1)
     for t in made:
         _, h, _, d = t.shape
-        if len(storages) > 1 or t.storage_offset() != at or t.stride() != (strides[0], d, width, 1):
+        # of one row alone, gradients may be neighbours without being parts of one tensor
+        if t.stride() != (strides[0], d, width, 1) or t.data_ptr() != address or s < 2:
             return torch.cat([t.transpose(1, 2).flatten(2) for t in made], 2)
-        at += h * d
+        address += h * d * t.element_size()
     return made[0].as_strided((b, s, width), strides)
 
 
