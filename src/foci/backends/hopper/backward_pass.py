@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from foci.backends.causal import is_causal
@@ -209,7 +208,7 @@ class HopperBackward:
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.launches.add(
             begin_gradients, (batch * heads * visits.tasks, 128 // tile),
-            given.out, given.dout, given.lse, given.dlse, row_values, None if padded_rows is row_values else padded_rows,
+            given.out, given.dout, given.lse, given.dlse, row_values, padded_rows,
             keep, turns, encode(count), grads, call.strides, self.builder.size(call, heads, visits.tasks),
             encode(operands.key.shape[1]), visits.spans, encode(pitch),
             self.builder.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
@@ -355,7 +354,7 @@ class HopperBackward:
         mode = "causal" if is_causal(self.variant) else "all"
         visits = replace(by_key, mode=mode) if self.is_prefix else self.builder.visits(call, shape.tiles, "keys")
         order = Order(
-            turns, encode(slots), encode(together), tl.constexpr(schedule.sums), self._rank_key_tiles(call, visits, shape, by_key.tasks)
+            turns, encode(slots), encode(together), encode(schedule.sums), self._rank_key_tiles(call, visits, shape, by_key.tasks)
         )
         bits = self._build_query_bits(call, visits, shape, by_key)
         has_bits, is_affine = bits is not None, functions.line is not None

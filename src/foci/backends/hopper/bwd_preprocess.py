@@ -34,8 +34,8 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
 
     Args:
         rows: (lse2, delta) to fill, see `prepare_row_stats`.
-        lines: None, or (lse2, delta) again with each sequence padded to a multiple of 128 rows (inf and 0), because TMA loads of rows must
-            begin at multiples of 16 bytes. `pitch`: elements of a head.
+        lines: (lse2, delta) as TMA loads them, whose rows must begin at multiples of 16 bytes: each sequence padded to a multiple of 128
+            rows (inf and 0), or `rows` themselves. `pitch`: elements of a head.
         keep: None, or dropout's factor of kept weights. It is folded into the padded lse2, so that recomputed weights contain it, and
             divided out of the padded delta.
         turns: None, or `count` integers to zero.
@@ -64,17 +64,18 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
     offsets = row_offsets(there, strides.dout, c, c.DV_PAD)
     do = load_tile(rows_pointer(dout, strides.dout, memory_b, h, q_start + first, c), offsets, limit, False, c.TILE_Q, c.DV, c.DV_PAD)
     base2, d = prepare_row_stats(o, do, lse, dlse, lse2, delta, head * decode(size.rows) + q_start + first + at, at < limit)
-    if lines is not None:
-        lse2_lines, delta_lines = lines
-        d = tl.where(at < limit, d, 0.0)
-        if keep is not None:
-            base2 -= tl.log2(keep)
-            d = tl.where(keep > 0.0, d / tl.maximum(keep, 1.0), 0.0)
-        to = head * decode(pitch) + first + at
-        if c.JAGGED:
-            to += (q_start // 128 + b) * 128
-        tl.store(lse2_lines + to, base2)
-        tl.store(delta_lines + to, d)
+    lse2_lines, delta_lines = lines
+    d = tl.where(at < limit, d, 0.0)
+    if keep is not None:
+        base2 -= tl.log2(keep)
+        d = tl.where(keep > 0.0, d / tl.maximum(keep, 1.0), 0.0)
+    to = head * decode(pitch) + first + at
+    if c.JAGGED:
+        to += (q_start // 128 + b) * 128
+    # where `lines` are `rows` themselves, a head's padding would be the next head's rows
+    inside = first + at < decode(pitch)
+    tl.store(lse2_lines + to, base2, mask=inside)
+    tl.store(delta_lines + to, d, mask=inside)
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     the n-th group of COLS columns of 64 rows. A tile that no key visits has no accumulators, and dq = 0.
 
     Args:
-        sums: float32, SUMS slots for each tile, each two halves as `dq_semaphore.store_dq_share` lays them out, of equal size.
+        sums: float32, `order.sums` slots for each tile, each two halves as `dq_semaphore.store_dq_share` lays them out, of equal size.
         order: `dq_semaphore.Order`, whose counters say which slots were written.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
     """
@@ -101,15 +102,17 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     PARTS: tl.constexpr = SLOT // (2 * 64 * COLS)
     # a half is stored as groups of COLS columns of 64 rows
     at = tl.program_id(1) * (64 * COLS) + tl.arange(0, 64 * COLS)
-    # issue all loads before waiting for any; slots that were not written are discarded afterwards
-    is_written = ()
-    shares = ()
-    for n in tl.static_range(order.SUMS):
-        is_written += (tl.load(order.turns + 1 + n * total + slot) > 0,)
-        shares += (tl.load(sums + (n * total + slot).to(tl.int64) * SLOT + at),)
     total_dq = tl.zeros([64 * COLS], tl.float32)
-    for n in tl.static_range(order.SUMS):
-        total_dq += tl.where(is_written[n], shares[n], 0.0)
+    # two accumulators at a time: most problems have one or two
+    for first in range(0, decode(order.sums), 2):
+        second = tl.minimum(first + 1, decode(order.sums) - 1)
+        # issue all loads before waiting for any; slots that were not written are discarded afterwards
+        one = tl.load(sums + (first * total + slot).to(tl.int64) * SLOT + at)
+        other = tl.load(sums + (second * total + slot).to(tl.int64) * SLOT + at, mask=second > first + 0 * at, other=0.0)
+        has_one = tl.load(order.turns + 1 + first * total + slot) > 0
+        has_other = (second > first) & (tl.load(order.turns + 1 + second * total + slot) > 0)
+        total_dq += tl.where(has_one, one, 0.0)
+        total_dq += tl.where(has_other, other, 0.0)
     share = total_dq.reshape(COLS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLS) * scale
     rows = tile * c.TILE_Q + tl.arange(0, 64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)

@@ -2,7 +2,7 @@
 """Deterministic dq: a semaphore per accumulator fixes the order in which key tiles add to it, and a dedicated warp does the adding.
 
 The key tiles that visit a query tile add to its accumulator one after another, from the first to the last, so the sum has one order and the
-same bits every time. With several accumulators (SUMS) key tiles use them in turn. Programs take key tiles in increasing order, so the first
+same bits every time. With several accumulators key tiles use them in turn. Programs take key tiles in increasing order, so the first
 unfinished tile never waits: all tiles before it are done.
 
 ROUND: where every key tile has a program of its own, tiles that began with the same query tile would each wait for all before it. So key
@@ -24,10 +24,10 @@ from foci.compat.gluon import begin_add
 class Order(NamedTuple):
     """Arguments of the semaphores. Integers are encoded."""
 
-    turns: Any  # int32 [1 + SUMS * B * Hq * slots] of zeros: the next ticket, then how many key tiles have added to each slot
+    turns: Any  # int32 [1 + sums * B * Hq * slots] of zeros: the next ticket, then how many key tiles have added to each slot
     slots: Any  # query tiles of a head
     heads: Any  # kv heads whose key tiles alternate
-    SUMS: Any  # accumulators of a query tile, a `tl.constexpr`
+    sums: Any  # accumulators of a query tile
     ranks: Any = None  # from `dq_order`, unless the mask is causal or keeps everything
 
 
@@ -211,6 +211,7 @@ def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WH
     share_full, share_empty = bars
     group = group_members(size, c)
     slots = decode(order.slots)
+    accumulators = decode(order.sums)
     heads = decode(size.heads) * group
     tasks = 0
     before = 0
@@ -222,8 +223,8 @@ def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WH
         for i in range((before + WHICH) % 2, count, 2):
             query_tile = nth_tile(table, runs, i // group, c)
             rank = dq_rank(order, table, runs[0], tile, query_tile, q_len, kv_len, c)
-            turn = rank // order.SUMS
-            slot = ((rank % order.SUMS * decode(size.batch) + memory_b) * heads + kv_h * group + i % group) * slots + query_tile
+            turn = rank // accumulators
+            slot = (((rank - turn * accumulators) * decode(size.batch) + memory_b) * heads + kv_h * group + i % group) * slots + query_tile
             if c.JAGGED:
                 slot += q_start // c.TILE_Q + b
             run_semaphore_asm(WAIT_DQ_TURN, order.turns + 1 + slot, turn)

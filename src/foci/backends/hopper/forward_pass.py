@@ -50,6 +50,8 @@ class MaskBits(NamedTuple):
 _TableOptions: TypeAlias = tuple[bool, bool]
 """(whether tiles are moved to the attended keys, whether tasks are sorted)."""
 
+MIN_LIST_ENTRIES: Final = 1024
+"""Entries of a list for which `cover_keys` is compiled at least, so that one kernel does for up to 64 thousand keys."""
 SHORT_FORWARD_TILES: Final = 1 << 13
 """Up to this many tiles in all tasks, visited or not, a forward is too short for moving tiles to pay."""
 
@@ -178,8 +180,8 @@ class HopperForward:
             bits = bits._replace(starts=torch.zeros_like(lists), counts=torch.zeros_like(table.counts))
             keys = torch.zeros((rows, width, tiles.tile_kv), dtype=torch.int8, device=lists.device)
             tables.add(mark_keys, (rows, 8), keys, table, size, *places, mask, 8, num_warps=4)
-            cover_args, width_pow2 = (bits.starts, bits.counts, keys), triton.next_power_of_2(width)
-            tables.add(cover_keys, (rows,), *cover_args, table, size, visits.spans, places[-1], width_pow2, 1024, num_warps=4)
+            cover_args, entries = (bits.starts, bits.counts, keys), max(MIN_LIST_ENTRIES, triton.next_power_of_2(width))
+            tables.add(cover_keys, (rows,), *cover_args, table, size, visits.spans, places[-1], entries, 1024, num_warps=4)
             table = table._replace(counts=bits.counts, lists=bits.starts)
         if sorts:
             bits = bits._replace(order=torch.empty(rows, dtype=torch.int32, device=lists.device))
