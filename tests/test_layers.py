@@ -28,7 +28,7 @@ LAYERS = (
     ("foci.backends",),
     ("foci.planner", "foci.context"),
     ("foci.environment",),
-    ("foci.prepare",),
+    ("foci.precompile_lengths", "foci.prepare"),
     ("foci.spec",),
     ("foci.call_cache",),
     ("foci.execution",),

@@ -28,6 +28,7 @@ from foci.backends.sequences import check_pages, check_spans, is_empty, without_
 from foci.context import Call, observers
 from foci.environment import Allowed, Environment, autocast_dtype
 from foci.planner import Decision, NoViableBackend, choose, target_of
+from foci.precompile_lengths import precompile_lengths
 from foci.prepare import check_room
 from foci.problem import (
     Cotangents,
@@ -227,7 +228,11 @@ def run_forward(call: Chosen, operands: Operands) -> Results:
         if operands.captures and operands.kv_lengths is not None and operands.kv_lengths.numel():
             check_room(call.formula.variant, operands.captures, {"kv_idx": int(operands.kv_lengths.max())})
     if not is_empty(operands):
-        return _forward(call.decision, call.kernel, operands)
+        results = _forward(call.decision, call.kernel, operands)
+        if operands.query.is_cuda:
+            target, allowed = call.decision.target, call.allowed
+            precompile_lengths(call.decision.problem, operands, lambda problem: _built(choose(problem, target, allowed))[1])
+        return results
     if observers():
         _tell(call.decision, backward=False)
     return without_keys(operands, call.formula.outputs)

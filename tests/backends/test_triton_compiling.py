@@ -196,6 +196,16 @@ def test_new_kernels_compile_in_threads_and_launch_in_order(events):
     assert events == [("launch", "first_kernel")]
 
 
+def test_kernels_that_differ_in_a_constant_or_in_what_is_absent_compile_each(events):
+    with compile_in_parallel():
+        launch(first_kernel, 1)
+        launch(first_kernel, 2)
+    assert [event for event in events if event[0] == "compile"] == [("compile", "first_kernel", False)] * 2
+    x, there, absent = torch.zeros(16), (1, torch.zeros(16)), (1, None)
+    kinds = {compiling.Waiting(first_kernel, (x, part), {}, print).kind for part in (there, absent)}
+    assert len(kinds) == 2
+
+
 def test_the_front_end_reads_one_kernel_at_a_time(events, monkeypatch):
     read, inside, real = [], [], triton.compiler.ASTSource.make_ir
 

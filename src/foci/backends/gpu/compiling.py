@@ -53,13 +53,18 @@ class Waiting(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Approximate specialization key: function, options and compile-time arguments, by identity, since equal ones are one object."""
-        fixed = (id(arg) if _is_one(arg) else arg for arg in self.args if _is_one(arg) or isinstance(arg, bool | str | None))
+        """Approximate specialization key: function, options, compile-time arguments, and which others are absent. Functions and
+        configurations count by identity, since equal ones are one object."""
+        fixed = (_fixed_part(arg, is_constant=param.is_constexpr) for arg, param in zip(self.args, self.function.params, strict=False))
         return (id(self.function), tuple(self.options.items()), *fixed)
 
 
-def _is_one(arg: object) -> bool:
-    return isinstance(arg, JITFunction) or type(arg).__name__ == "Config"
+def _fixed_part(arg: object, *, is_constant: bool) -> object:
+    if isinstance(arg, JITFunction) or type(arg).__name__ == "Config":
+        return id(arg)
+    if isinstance(arg, tuple):
+        return tuple(_fixed_part(part, is_constant=is_constant) for part in arg)
+    return arg if is_constant or isinstance(arg, bool | str | None) else ...
 
 
 _queue: ContextVar[list[Waiting] | None] = ContextVar("launches that wait", default=None)
@@ -197,7 +202,8 @@ def _compile(new: Sequence[Waiting]) -> None:
             mode.finish()
         beside.wait_until_read()
         mode.is_ahead = True
-        for each in reversed([each for each in new if each.is_ahead]):
+        later = [each for each in new if each.is_ahead]
+        for each in reversed(later) if is_waited_for() else later:
             with suppress(Exception):
                 each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
     finally:
@@ -270,7 +276,7 @@ class _ParallelCompileMode:
 
 _begun: Final[OrderedDict[str, Future[Any]]] = OrderedDict()
 """Compilations begun ahead of the pass that launches the kernel; the oldest are dropped."""
-_MOST_BEGUN: Final = 16
+_MOST_BEGUN: Final = 128
 
 
 class _Beside(Executor):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import RepeatablePasses
 from foci.backends.gpu.passes import PassBuilder
-from foci.backends.gpu.precompile_backward import precompile_backward
+from foci.backends.gpu.precompile_backward import PrecompileBuilder, meta_sequences, precompile_backward
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.stream_state import current_stream
 from foci.backends.gpu.symbolic_tokens import count_tokens
@@ -115,6 +116,26 @@ class GpuKernel(RepeatablePasses, Kernel):
         dq, dk, dv = (next(rest) if on else None for on in self.wanted)
         gradients = Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
         return add_row_gradients(gradients, self.builder.problem, operands, results.lse, grad_lse)
+
+    def precompile(self, calls: Iterable[tuple[object, Operands]], /) -> None:
+        """Compile the kernels that calls of other lengths, and their backward, would launch, in the background and in this order.
+
+        Args:
+            calls: kernels, and operands whose query, key, value and offsets are on the device "meta".
+        """
+        with compile_in_parallel():
+            for kernel, operands in calls:
+                # a call of these lengths raises the same error, where somebody sees it
+                with suppress(Exception):
+                    if isinstance(kernel, GpuKernel):
+                        kernel._build_ahead(operands)
+
+    def _build_ahead(self, operands: Operands) -> None:
+        sequences = meta_sequences(operands)
+        results = self.forward_pass.build(operands, sequences, PrecompileBuilder())
+        if self.gradients and not self.learns:
+            given = Given(results.out, results.lse, results.out, None)
+            self.backward_pass.build(operands, given, sequences, PrecompileBuilder(), None)
 
     def _is_all_launches(self, operands: Operands, flow: WeightCotangents | None) -> bool:
         """Whether a launch list holds all of a backward: most gradients of captured tensors take torch operations between launches."""

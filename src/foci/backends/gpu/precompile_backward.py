@@ -1,4 +1,4 @@
-"""Compiles the backward pass's kernels while the forward pass compiles and runs."""
+"""Compiles the kernels of passes to come: of the backward while the forward compiles and runs, and of calls of other lengths."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from foci.backends.gpu.kernel import GpuKernel
     from foci.backends.gpu.tile_tables import Sequences
 
-__all__ = ["precompile_backward"]
+__all__ = ["PrecompileBuilder", "meta_sequences", "precompile_backward"]
 
 
-class _PrecompileBuilder(LaunchBuilder):
+class PrecompileBuilder(LaunchBuilder):
     """Compiles the kernels of a pass that has not begun: its tensors take no memory, and it launches and keeps nothing."""
 
     is_ahead = True
@@ -38,7 +38,7 @@ class _PrecompileBuilder(LaunchBuilder):
 
     def another(self, inputs: Inputs, stream: int | None) -> LaunchBuilder:
         """Another of the kind."""
-        return _PrecompileBuilder()
+        return PrecompileBuilder()
 
     def add(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Compile a kernel that will be launched."""
@@ -71,4 +71,20 @@ def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequen
     given = Given(results.out, results.lse, results.out, None)
     # the backward pass raises the same error, where the caller expects it
     with suppress(Exception):
-        kernel.backward_pass.build(operands, given, sequences, _PrecompileBuilder(), None)
+        kernel.backward_pass.build(operands, given, sequences, PrecompileBuilder(), None)
+
+
+def meta_sequences(operands: Operands) -> Sequences:
+    """`tile_tables.operand_sequences` of operands without memory."""
+    from foci.backends.gpu.tile_tables import Sequences
+
+    if operands.cu_q is None:
+        return Sequences(stays=False)
+
+    def make() -> tuple[Tensor, Tensor]:
+        start, length = (torch.empty(operands.cu_q.shape[0] - 1, dtype=torch.int32, device="meta") for _ in range(2))  # type: ignore[union-attr]
+        return start, length
+
+    q = make()
+    kv = q if operands.cu_kv is operands.cu_q and operands.kv_lengths is operands.q_lengths else make()
+    return Sequences(*q, *kv, stays=False)

@@ -290,7 +290,9 @@ def _tasks(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> _
         sequences = operands.cu_q.shape[0] - 1
         # at most so many end within a tile, and none has more tiles than the longest; one task is spare
         count = at_most(count + sequences, sequences * triton.cdiv(operands.max_q if is_by_query else operands.max_kv, tile) + 1)
-        table = _assigned(call.sequences, tile, int(count), is_by_query=is_by_query, other=other if schedule.by_work else 0)
+        table = _assigned(
+            call.sequences, tile, int(count), is_by_query=is_by_query, other=other if schedule.by_work else 0, launches=call.launches
+        )
         longest = max(operands.max_q, operands.max_kv)
         together = longest * operands.query.shape[1] * (operands.query.shape[3] + operands.value.shape[3]) * operands.query.itemsize
         spans = Spans(table, *call.sequences.tensors, encode(sequences), encode(together <= _TOGETHER))
@@ -301,9 +303,11 @@ def _tasks(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> _
     return _Tasks(count, width, spans, is_by_query, heads, batch, tile, other, schedule.by_work)
 
 
-def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool, other: int = 0) -> Tensor:
+def _assigned(
+    sequences: Sequences, tile: int, count: int, *, is_by_query: bool, other: int = 0, launches: LaunchBuilder | None = None
+) -> Tensor:
     """Task records of `count` tiles of queries, or of keys, cached with the sequences. They are sorted by work if `other`, the rows of a
-    streamed tile, is not 0; else by length."""
+    streamed tile, is not 0; else by length. `launches`: of the pass, in case it only compiles ahead."""
     known = (tile, other, count, is_by_query)
     table = sequences.tables.get(known)
     if table is not None:
@@ -322,6 +326,8 @@ def _assigned(sequences: Sequences, tile: int, count: int, *, is_by_query: bool,
         return [made]
 
     record: int = RECORD.value
+    if launches is not None and launches.is_ahead:
+        return assign(launches)[0]
     (table,) = _repeated(("tasks", tile, other, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
     sequences.tables[known] = table
     return table

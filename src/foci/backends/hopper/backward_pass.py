@@ -390,7 +390,7 @@ class HopperBackward:
         if ranks is None:
             rows, width = counts.shape[0], visits.table.width >> 2
             ranks = torch.empty((rows, width), dtype=torch.int32, device=counts.device)
-            launches = LaunchBuilder((), None)  # separate: the pass reads the result
+            launches = call.launches.another((), None)  # separate: the pass reads the result
             if lists is not None:
                 launches.add(zero_counters, ((rows * width + 1023) // 1024,), ranks, encode(rows * width), num_warps=4)
             config = self._build_config(call, tiles, visits.mode)
@@ -411,7 +411,7 @@ class HopperBackward:
         if bits is None:
             bits = torch.empty(shape, dtype=dtype, device=counts.device)
             heads = 1 if visits.table.h_stride == encode(0) else call.operands.query.shape[1]
-            LaunchBuilder((), None).add(
+            call.launches.another((), None).add(
                 pack_queries, (shape[0] * (tiles.tile_kv // 64), 8),
                 bits, visits.table, self.builder.size(call, heads, by_key.tasks), by_key.spans, call.environment, encode(heads),
                 self._build_config(call, tiles, visits.mode), call.functions.mask, 8, num_warps=4,

@@ -170,7 +170,7 @@ class HopperForward:
         size, mask = self.builder.size(call, heads, visits.tasks), call.functions.mask
         places = (visits.spans, call.environment, encode(heads), self.builder.config(call, tiles, visits))
         rows, width = lists.shape
-        tables = LaunchBuilder((), None)  # separate: the pass reads the result
+        tables = call.launches.another((), None)  # separate: the pass reads the result
         bits = MaskBits(
             torch.empty((lists.numel(), tiles.tile_q, 4), dtype=torch.int32, device=lists.device),
             torch.zeros((rows, tiles.tile_q // 64, 2), dtype=torch.int32, device=lists.device),

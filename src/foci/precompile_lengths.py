@@ -1,0 +1,124 @@
+"""Compiles, after a problem's first call on a GPU, the kernels that its calls of other lengths and batches will need.
+
+A problem has one kernel for each pass wherever that costs no speed. Where lengths decide between schedules, and so between kernels, there
+are a few: they are found by planning calls of the sizes below, and compile in the background. Kernels that are known already cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from foci.backends.compile_priority import unhurried
+from foci.backends.compile_workers import compile_workers
+from foci.problem import Layout, Operands, Problem, bucket, gradient_strides, is_aligned
+
+__all__ = ["Precompiles", "Sizes", "meta_operands", "other_sizes", "precompile_lengths"]
+
+
+@runtime_checkable
+class Precompiles(Protocol):
+    """A kernel that may need code of its own for some lengths."""
+
+    def precompile(self, calls: Iterable[tuple[object, Operands]], /) -> None:
+        """Compile what (kernel, operands without memory) and their backward would launch, in this order."""
+        ...
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call."""
+
+    batch: int  # B, or the number of packed sequences
+    q_len: int  # Sq, or that of each sequence
+    kv_len: int
+
+
+_LENGTHS: Final = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384, 32768)
+_BATCHES: Final = (1, 2, 8, 64)
+_SHORT: Final = (1, 16, 128)
+"""Numbers of queries of a decode."""
+_MAX_TOKENS: Final = 1 << 18
+"""Most tokens of a call that is planned for."""
+_begun: set[tuple[Problem, torch.device]] = set()
+
+
+def other_sizes(problem: Problem) -> Iterator[Sizes]:
+    """Sizes that between them need every kernel that a problem may need, beginning with those next to the problem's own.
+
+    Calls with gradients have as many keys as queries here; without, a few queries may read many keys, too.
+    """
+    sizes = [(batch, length, length) for batch in _BATCHES for length in _LENGTHS]
+    if problem.formula.layout is Layout.DENSE and not problem.needs_backward:
+        sizes += [(batch, rows, length) for batch in _BATCHES for rows in _SHORT for length in _LENGTHS if rows < length]
+    yield from sorted(
+        (Sizes(*each) for each in sizes if each[0] * each[2] <= _MAX_TOKENS),
+        key=lambda each: abs(bucket(each.kv_len).bit_length() - problem.kv_len.bit_length()),
+    )
+
+
+def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> threading.Thread | None:
+    """Compile in a thread the kernels of other lengths, at the first call of a problem.
+
+    Args:
+        problem: the call's.
+        operands: the call's.
+        kernel_of: plans a problem, and returns its kernel.
+
+    Returns:
+        the thread; None if there is nothing to do. Calls with a block mask or pages, and gradients of captured tensors, are left out: these
+        compile at their first call.
+    """
+    kind = replace(problem, batch=1, q_len=1, kv_len=1), operands.query.device
+    if kind in _begun:
+        return None
+    _begun.add(kind)
+    is_other = problem.formula.block_size is not None or operands.page_table is not None or any(problem.capture_grads) or problem.tuned
+    if is_other or not all(map(is_aligned, (operands.query, operands.key, operands.value))):
+        return None
+    thread = threading.Thread(target=_precompile_all, args=(problem, operands, kernel_of), name="foci-lengths", daemon=True)
+    thread.start()
+    return thread
+
+
+def _precompile_all(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> None:
+    kernel = kernel_of(problem)
+    device = operands.query.device
+    if isinstance(kernel, Precompiles):
+        # a thread begins on the first GPU, whatever the caller's
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with torch.no_grad(), on_device, unhurried(compile_workers()):
+            kernel.precompile(_calls(problem, operands, kernel_of))
+
+
+def _calls(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> Iterator[tuple[object, Operands]]:
+    for sizes in other_sizes(problem):
+        batch, q_len, kv_len = map(bucket, sizes)
+        yield kernel_of(replace(problem, batch=batch, q_len=q_len, kv_len=kv_len)), meta_operands(operands, sizes)
+
+
+def meta_operands(operands: Operands, sizes: Sizes) -> Operands:
+    """Operands of other sizes, laid out alike, without memory; captured tensors are those of the call."""
+    batch, q_len, kv_len = sizes
+    is_packed = operands.cu_q is not None
+
+    def make(tensor: Tensor, length: int) -> Tensor:
+        _, heads, _, dim = tensor.shape
+        shape = (1, heads, batch * length, dim) if is_packed else (batch, heads, length, dim)
+        strides = gradient_strides(shape, heads_in_rows=tensor.stride(1) < tensor.stride(2))
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+
+    of_queries = replace(
+        operands,
+        query=make(operands.query, q_len), key=make(operands.key, kv_len), value=make(operands.value, kv_len), program=None,
+    )  # fmt: skip
+    if not is_packed:
+        return of_queries
+    cu_q = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    cu_kv = cu_q if operands.cu_kv is operands.cu_q else torch.empty_like(cu_q)
+    return replace(of_queries, cu_q=cu_q, cu_kv=cu_kv, max_q=q_len, max_kv=kv_len)

@@ -1,0 +1,65 @@
+"""After a problem's first call, calls of other lengths, batches and numbers of sequences need no kernel that is not compiled already."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from kernel_needs import Needed, Problem, Sizes, by_name, make_problems, needs, run
+from launch_recorder import recording_launches
+from record_launches import ARCHS
+
+import foci
+from foci import execution
+from foci import precompile_lengths as ahead
+from foci.backends.gpu import precompile_backward
+from foci.compat.triton import COMPILE_OPTIONS
+from foci.operator import autograd
+
+FIRST = Sizes(2, 300, 300)
+LENGTHS = (1, 5, 17, 64, 100, 257, 500, 1000, 1025, 2050, 4096, 5000, 9000, 16384)
+BATCHES = (1, 2, 3, 8, 17, 64)
+
+
+def precompiled(arch, problem, monkeypatch):
+    """Kernels that the first call launches, and those that it compiles ahead."""
+    launched, compiled = [], []
+
+    def note(function, args, options):
+        compiled.append(function.kernel(args, {**COMPILE_OPTIONS, **options}))
+
+    def run_as_on_a_gpu(call, operands):
+        results = run_forward(call, operands)
+        target, allowed = call.decision.target, call.allowed
+        thread = ahead.precompile_lengths(
+            call.decision.problem, operands, lambda problem: execution._built(execution.choose(problem, target, allowed))[1]
+        )
+        thread.join()
+        return results
+
+    run_forward = execution.run_forward
+    with recording_launches(monkeypatch, arch, lambda function, log: Needed(function, arch, launched)), foci.use(*ARCHS[arch]):
+        monkeypatch.setattr(precompile_backward, "launch_ahead", note)
+        monkeypatch.setattr(ahead, "_begun", set())
+        monkeypatch.setattr(autograd, "run_forward", run_as_on_a_gpu)
+        run(problem, Sizes(2, 1, 300) if problem.is_decode else FIRST)
+    monkeypatch.undo()
+    return {*launched, *compiled}
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+@pytest.mark.parametrize("problem", make_problems(), ids=str)
+def test_other_sizes_need_no_other_kernel(problem: Problem, arch, monkeypatch):
+    known = precompiled(arch, problem, monkeypatch)
+    asked = [sizes for sizes in problem.sizes(LENGTHS, BATCHES) if sizes.batch * sizes.kv_len <= 1 << 18]
+    found = needs(arch, problem, asked)
+    new = [kernel for kernel in found if kernel not in known]
+    lines = []
+    for kernel in new:
+        alike = by_name(known).get(kernel.name, [])
+        nearest = min(alike, key=lambda other: len(kernel.differences(other)), default=None)
+        lines.append(f"{kernel.name} {found[kernel][:3]} {nearest and kernel.differences(nearest)}")
+    assert not new, "\n".join(lines)
