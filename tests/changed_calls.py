@@ -15,7 +15,7 @@ from torch import Tensor
 
 import foci
 from foci import block_mask, call_cache, core, execution, masks, operator, trace_functions
-from foci.backends.contract import Kernel
+from foci.backends.contract import Backend, Kernel
 from foci.nn import padding_mask_scan
 from foci.operator import compiled_call
 from foci.operator.op_schema import flatten, unpack_results
@@ -104,7 +104,7 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-class _Copy:
+class _Copy(Backend):
     """A backend of the user's own: another's kernels under another name, with twice its results."""
 
     name = "twice"

@@ -24,6 +24,7 @@ LAYERS = (
     ("foci.blocks", "foci.dropout"),
     ("foci.block_mask",),
     ("foci.mask_mods",),
+    ("foci.backends.row_kernels",),
     ("foci.backends.contract",),
     ("foci.backends",),
     ("foci.planner", "foci.context"),

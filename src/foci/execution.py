@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from foci import backends, cache_check
-from foci.backends.contract import (
-    Backend,
-    Equipped,
-    Given,
-    Inputs,
-    Kernel,
-    Keyed,
-    Plan,
-    Rejection,
-    SelfChecking,
-    Unbuildable,
-)
+from foci.backends.contract import Backend, Given, Inputs, Kernel, Obstacle, Plan, Rejection, Unbuildable
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, observers
 from foci.environment import Allowed, Environment, autocast_dtype
@@ -124,48 +113,39 @@ def _built(decision: Decision) -> tuple[Decision, Kernel]:
         return _built(_instead(decision, error))
     taken = next(v.cost for v in decision.verdicts if v.backend == decision.plan.backend)
     for rejection in decision.rejections:
-        backend = backends.load(rejection.backend)
-        lacks = isinstance(backend, Equipped) and rejection.reason == backend.obstacle()
-        if (lacks or _is_failed_check(rejection)) and backend.cost(decision.problem, decision.target) < taken:
-            _warn(rejection, decision.plan)
+        obstacle, declined = rejection.reason, backends.load(rejection.backend)
+        if isinstance(obstacle, Obstacle) and declined.cost(decision.problem, decision.target) < taken:
+            _warn(rejection.backend, obstacle, decision.plan)
     return decision, kernel
 
 
 def _instead(decision: Decision, error: Unbuildable) -> Decision:
     """The decision among the other backends, once the chosen one's kernel could not be built."""
     assert decision.plan is not None
-    rejection = Rejection(decision.plan.backend, str(error).partition("\n")[0])
-    other = decision.without(rejection)
+    name = decision.plan.backend
+    other = decision.without(Rejection(name, error.obstacle))
     if other.plan is None:
         raise error
-    _warn(rejection, other.plan)
+    _warn(name, error.obstacle, other.plan)
     return other
-
-
-def _is_failed_check(rejection: Rejection) -> bool:
-    backend = backends.load(rejection.backend)
-    return isinstance(backend, SelfChecking) and backend.is_failed_check(rejection.reason)
 
 
 _warned: set[str] = set()
 
 
-def _warn(rejection: Rejection, plan: Plan) -> None:
-    """Says once in a process why a backend does not run; of failed checks, which are of one kind of problem each, the first."""
-    is_failed_check = _is_failed_check(rejection)
-    topic = f"checks of {rejection.backend}" if is_failed_check else rejection.reason
-    if topic not in _warned:
-        _warned.add(topic)
-        subject = f"The backend {rejection.backend!r} " if is_failed_check else ""
-        instead = f"Instead of its backend {rejection.backend!r}, foci runs {plan.backend!r} here, which is slower"
-        warnings.warn(f"{subject}{rejection.reason}. {instead}", stacklevel=2)
+def _warn(backend: str, obstacle: Obstacle, plan: Plan) -> None:
+    """Say why a backend does not run, once in a process for each topic."""
+    if obstacle.topic not in _warned:
+        _warned.add(obstacle.topic)
+        instead = f"foci runs its backend {plan.backend!r} instead of {backend!r}, which would be faster"
+        warnings.warn(f"{instead}: {obstacle}", stacklevel=2)
 
 
 def _compiled(decision: Decision) -> Kernel:
     plan = decision.plan
     assert plan is not None
     backend = backends.load(plan.backend)
-    key = backend.key_of(plan) if isinstance(backend, Keyed) else plan.text
+    key = backend.kernel_key(plan)
     found = _kernels.get(key)
     if found is None or found[0] is not backend:  # names may be given away again
         kernel = backend.compile(plan)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from foci import backends
-from foci.backends.contract import CaptureFacts, Equipped, Noted, Plan, Priced, Rejection
-from foci.backends.row_kernels import RowKernels, Rowwise
+from foci.backends.contract import CaptureFacts, Plan, Rejection
+from foci.backends.row_kernels import RowKernels
 from foci.ir.expr import Expr
 from foci.problem import Problem, Target
 
@@ -104,8 +104,7 @@ def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] |
     reason = backend.reject(problem, target)
     if reason is not None:
         return Verdict(name, reason)
-    note = backend.note(problem, target) if isinstance(backend, Noted) else ""
-    return Verdict(name, None, backend.cost(problem, target), note)
+    return Verdict(name, None, backend.cost(problem, target), backend.note(problem, target))
 
 
 @backends.remembered
@@ -118,7 +117,7 @@ def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) ->
     """
     target = target_of(device)
     considered = (backends.load(name) for name in backends.names() if allowed is None or name in allowed)
-    return next((found for one in considered if isinstance(one, Rowwise) and (found := one.row_kernels(target)) is not None), None)
+    return next((found for one in considered if (found := one.row_kernels(target)) is not None), None)
 
 
 def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], target: Target, *, needs_backward: bool) -> float | None:
@@ -131,10 +130,9 @@ def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], target: Targ
         needs_backward: whether gradients are wanted.
     """
     for one in map(backends.load, backends.names()):
-        if isinstance(one, Priced):
-            price = one.seconds_per_score(score, facts, target, needs_backward=needs_backward)
-            if price is not None:
-                return price
+        price = one.seconds_per_score(score, facts, target, needs_backward=needs_backward)
+        if price is not None:
+            return price
     return None
 
 
@@ -175,6 +173,6 @@ def _inspect(device: torch.device) -> Target:
         major, minor = torch.cuda.get_device_capability(device)
         return Target("cuda", 10 * major + minor, frozenset(_triton()))
     if device.type == "cpu":
-        equipped = [backend for backend in map(backends.load, backends.names()) if isinstance(backend, Equipped)]
-        return Target("cpu", 0, frozenset({torch.backends.cpu.get_cpu_capability().lower()}).union(*(b.equipment() for b in equipped)))
+        features = {torch.backends.cpu.get_cpu_capability().lower()}
+        return Target("cpu", 0, frozenset(features.union(*(backends.load(name).features() for name in backends.names()))))
     return Target(device.type)

@@ -6,7 +6,7 @@ from packed import nested
 
 import foci
 from foci import execution
-from foci.backends.contract import Kernel
+from foci.backends.contract import Backend, Kernel
 from foci.operator import op_impl
 from foci.operator.compiled_call import Forward
 from foci.operator.op_schema import flatten
@@ -14,7 +14,7 @@ from foci.prepare import Extras, prepare
 from foci.problem import Gradients, Outputs, Results, bucket, empty_out, is_aligned
 
 
-class Noting(Kernel):
+class Noting(Backend, Kernel):
     """The reference, and what it was given."""
 
     name = "noting"
@@ -44,7 +44,7 @@ class Noting(Kernel):
 class Cut(Noting):
     """One that cuts work up by what its plan says of lengths and heads."""
 
-    def key_of(self, plan):
+    def kernel_key(self, plan):
         return plan
 
     def compile(self, plan):
@@ -64,7 +64,7 @@ class CutKernel(Kernel):
         return self.kernel.backward(operands, results, cotangents)
 
 
-class Unread(Kernel):
+class Unread(Backend, Kernel):
     """For a device whose tensors hold nothing that could be read."""
 
     name = "unread"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foci
+from foci.backends.contract import Backend
 from foci.planner import choose, row_kernels, target_of
 from foci.problem import Formula, Layout, Outputs, Problem, Target
 from foci.trace_functions import bind
@@ -273,7 +274,7 @@ def test_this_machine():
     assert target_of(torch.device("meta")) == Target("meta")
 
 
-class Fast:
+class Fast(Backend):
     name = "fast"
 
     def reject(self, problem, target):

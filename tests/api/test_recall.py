@@ -6,7 +6,7 @@ from torch.nn.attention import flex_attention
 
 import foci
 from foci import call_cache, masks
-from foci.backends.contract import Kernel
+from foci.backends.contract import Backend, Kernel
 from foci.problem import Results
 
 GEOMETRY = (2, 4, 24, 8)
@@ -298,7 +298,7 @@ def test_wrong_arguments_are_told_at_each_call():
             foci.attention(q, k[..., :4], v)
 
 
-class Multiplied(Kernel):
+class Multiplied(Backend, Kernel):
     """A backend that is recognised by its results."""
 
     name = "multiplied"

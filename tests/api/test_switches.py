@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foci
-from foci.backends.contract import Kernel
+from foci.backends.contract import Backend, Kernel
 
 
 # SDPA-15
@@ -70,7 +70,7 @@ def test_observed_calls():
 def test_a_backend_for_another_device(monkeypatch):
     from foci.problem import Target
 
-    class Elsewhere:
+    class Elsewhere(Backend):
         name = "elsewhere"
 
         def reject(self, problem, target):

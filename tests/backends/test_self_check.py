@@ -14,7 +14,7 @@ import foci
 from foci import cache_check, call_cache, execution, masks, planner
 from foci.backends import blocked, disk, hopper, self_check
 from foci.backends import triton as triton_backend
-from foci.backends.contract import Kernel, Plan, Unbuildable
+from foci.backends.contract import Backend, Kernel, Obstacle, Plan, Unbuildable
 from foci.backends.self_check import Device, Kind, SelfCheck, Verdict, run_in_process
 from foci.check_kernels import _Posed, judge
 from foci.compat.triton import TESTED
@@ -89,8 +89,9 @@ def test_a_failure_is_a_reason_with_its_cause(installed, is_final):
     assert ("fails its self-check" in said) == is_final
     for words in ("Triton 3.99.0", "out, gradient of key wrong", "window", "forward and backward"):
         assert words in said
-    assert hopper.BACKEND.reject(asked, UNSEEN) == said
-    assert hopper.BACKEND.is_failed_check(said)
+    reason = hopper.BACKEND.reject(asked, UNSEEN)
+    assert reason == said
+    assert isinstance(reason, Obstacle)
     assert len(kinds) == 1
     assert hopper.BACKEND.reject(problem(masks.causal()), UNSEEN) is None, "other kinds are not known to fail"
 
@@ -214,8 +215,8 @@ def test_another_backend_runs_with_one_warning_for_each_that_fails(installed, un
             out = foci.attention(q, q, q, mask=mask)
     assert [call.backend for call in log.calls] == ["blocked"] * 4
     said = [str(one.message) for one in caught if "self-check" in str(one.message)]
-    beginnings = [f"The backend {name!r} fails its self-check with Triton 3.99.0" for name in ("hopper", "triton")]
-    assert sorted(one.partition(", which foci")[0] for one in said) == beginnings
+    beginnings = [f"{name!r}, which would be faster: fails its self-check with Triton 3.99.0" for name in ("hopper", "triton")]
+    assert sorted(one.partition(" instead of ")[2].partition(", which foci")[0] for one in said) == beginnings
     expected = torch.nn.functional.scaled_dot_product_attention(q.double(), q.double(), q.double(), is_causal=True)
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
@@ -225,10 +226,9 @@ def test_a_kept_failure_warns_in_the_next_process_too(installed, monkeypatch):
     with pytest.raises(Unbuildable):
         hopper.BACKEND.compile(Plan("hopper", problem(), UNSEEN))
     monkeypatch.setattr(execution, "_warned", set())
-    monkeypatch.setattr(self_check, "_failures", set())
     self_check._self_check._verdicts.clear()
     monkeypatch.setattr(triton_backend.BACKEND, "compile", lambda plan: blocked.BACKEND.compile(plan), raising=False)
-    with pytest.warns(UserWarning, match="fails its self-check with Triton 3.99.0.*Instead of its backend 'hopper'"):
+    with pytest.warns(UserWarning, match="instead of 'hopper', which would be faster: fails its self-check with Triton 3.99.0"):
         execution._built(planner.choose(problem(), UNSEEN))
 
 
@@ -310,7 +310,7 @@ def test_a_small_problem_is_of_its_kind_and_every_backend_takes_it(kind):
     assert judge(kind, torch.device("cpu")) == Verdict(None)
 
 
-class Wrong:
+class Wrong(Backend):
     """`blocked` with one of its results changed."""
 
     name = "wrong"

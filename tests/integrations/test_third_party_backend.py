@@ -4,20 +4,23 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 import foci
-from foci.backends.contract import Kernel, Plan
+from foci import execution
+from foci.backends.contract import Backend, Kernel, Obstacle, Plan
 from foci.planner import choose
 from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Problem, Results, Target
 from foci.variant import PLAIN
 
 
 @dataclass
-class Accelerator:
+class Accelerator(Backend):
     """Plain attention by two products and a softmax, as a vendor would write it for a device of its own.
 
     It takes the device kind that torch leaves to third parties, and the CPU, where it can be run here.
@@ -160,5 +163,40 @@ def test_it_is_gone_after_unregistering():
 def test_registering_checks(acme):
     with pytest.raises(ValueError, match="a backend 'acme' exists already"):
         foci.register_backend(Accelerator())
-    with pytest.raises(TypeError, match="lacks compile"):
+    with pytest.raises(TypeError, match="derives from foci.backends.contract.Backend; got an object of Partial, which lacks compile"):
         foci.register_backend(type("Partial", (), {"name": "partial", "reject": None, "cost": None})())
+    with pytest.raises(TypeError, match="must be an object .*; got the class Accelerator"):
+        foci.register_backend(Accelerator)
+    with pytest.raises(TypeError, match="name must be a string; that of Accelerator is 3"):
+        foci.register_backend(Accelerator(name=3))
+    with pytest.raises(TypeError, match="abstract method.*compile"):
+        type("Derived", (Backend,), {"name": "derived", "reject": None, "cost": None})()
+
+
+def test_what_a_backend_need_not_have_has_a_default(acme):
+    query, key, value = tensors()
+    plan = foci.explain(query, key, value).decision.plan
+    assert acme.note(plan.problem, plan.target) == ""
+    assert acme.kernel_key(plan) == plan.text
+    assert acme.row_kernels(plan.target) is None
+    assert acme.features() == frozenset()
+    assert acme.facts() == {}
+
+
+def test_an_obstacle_is_warned_of_once_for_each_topic(acme, monkeypatch):
+    monkeypatch.setattr(execution, "_warned", set())
+    reasons = iter([Obstacle("no driver; install it"), "too long", Obstacle("old driver", "drivers"), Obstacle("older driver", "drivers")])
+    monkeypatch.setattr(acme, "reject", lambda problem, target: next(reasons))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (3, 8, 20, 50):
+            with foci.use("acme", "reference"):
+                foci.attention(*(torch.randn(1, 3, length, 8) for _ in range(3)))
+    instead = "foci runs its backend 'reference' instead of 'acme', which would be faster"
+    assert [str(w.message) for w in caught] == [f"{instead}: no driver; install it", f"{instead}: old driver"]
+
+
+def test_an_obstacle_goes_into_another_process_as_it_is():
+    again = pickle.loads(pickle.dumps(Obstacle("no driver", "drivers")))
+    assert isinstance(again, Obstacle)
+    assert (again, again.topic) == ("no driver", "drivers")

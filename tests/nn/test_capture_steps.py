@@ -11,6 +11,7 @@ from capturing import FF, E, H, assert_same, encoder, graded, padding, rand, twi
 import foci
 import foci.nn
 from compiled import several
+from foci.backends.contract import Backend
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -113,7 +114,7 @@ def test_modes_have_captures_of_their_own(engine):
         foci.unregister_backend("last")
 
 
-class Last:
+class Last(Backend):
     """The reference, only taken where nobody else is."""
 
     name = "last"

@@ -71,11 +71,12 @@ def register(backend: Backend) -> None:
     """Adds a backend, before all others of equal cost.
 
     Raises:
-        TypeError: if it lacks a part of the protocol.
+        TypeError: if its class does not derive from `foci.backends.contract.Backend`, or it has no name.
         ValueError: if its name is taken.
 
     Example:
-        >>> class Never:
+        >>> from foci.backends.contract import Backend
+        >>> class Never(Backend):
         ...     name = "never"
         ...
         ...     def reject(self, problem, target, /):
@@ -91,13 +92,21 @@ def register(backend: Backend) -> None:
         'never'
         >>> unregister("never")
     """
-    missing = [part for part in ("name", "reject", "cost", "compile") if not hasattr(backend, part)]
-    if missing:
-        raise TypeError(f"a backend has name, reject, cost and compile; {type(backend).__name__} lacks {', '.join(missing)}")
+    _check(backend)
     if backend.name in names():
         raise ValueError(f"a backend {backend.name!r} exists already")
     _registered[backend.name] = backend
     _changed()
+
+
+def _check(backend: object) -> None:
+    if not isinstance(backend, Backend):
+        got = f"the class {backend.__name__}" if isinstance(backend, type) else f"an object of {type(backend).__name__}"
+        missing = [part for part in ("name", "reject", "cost", "compile") if not hasattr(backend, part)]
+        lacks = f", which lacks {', '.join(missing)}" if missing else ""
+        raise TypeError(f"backend must be an object of a class that derives from foci.backends.contract.Backend; got {got}{lacks}")
+    if not isinstance(name := getattr(backend, "name", None), str):
+        raise TypeError(f"a backend's name must be a string; that of {type(backend).__name__} is {name!r}")
 
 
 def unregister(name: str) -> None:

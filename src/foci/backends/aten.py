@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.causal import is_causal
-from foci.backends.contract import Kernel, Plan
+from foci.backends.contract import Backend, Kernel, Plan
 from foci.backends.sequences import is_empty, without_keys
 from foci.compat.aten import EFFICIENT_FORWARD, FLASH_BACKWARD, FLASH_CPU_BACKWARD, FLASH_CPU_FORWARD, FLASH_FORWARD, Absent
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out, result_strides
@@ -288,7 +288,7 @@ def _unit(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-class _Aten:
+class _Aten(Backend):
     name = "aten"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
@@ -310,7 +310,7 @@ class _Aten:
         seconds = op.overhead + flops / forward
         return seconds + (2 * op.overhead + 2.5 * flops / backward if problem.needs_backward else 0.0)
 
-    def key_of(self, plan: Plan, /) -> tuple[str, str]:
+    def kernel_key(self, plan: Plan, /) -> tuple[str, str]:
         """The text and the operator, which not every number of heads finds."""
         op = _op_for(plan.problem, plan.target)
         assert isinstance(op, _Op)

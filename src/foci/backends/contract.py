@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from foci.backends.row_kernels import RowKernels
 from foci.ir.expr import Expr
 from foci.problem import Cotangents, Gradients, Operands, OptionalTensors, Problem, Program, Results, Target
 
 __all__ = [
     "Backend",
     "BackwardOfRows",
-    "Equipped",
+    "CaptureFacts",
     "ForwardOfRows",
     "Given",
-    "Informed",
     "Inputs",
     "Kernel",
-    "Keyed",
     "MachineFact",
-    "Noted",
+    "Obstacle",
     "Offsets",
     "Plan",
-    "Priced",
     "Rejection",
-    "SelfChecking",
     "Unbuildable",
 ]
 
@@ -39,7 +37,7 @@ Offsets: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor |
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem given to a backend. `text` is canonical: the key of kernel caches, in memory (but see `Keyed`) and on disk."""
+    """A problem given to a backend. `text` is canonical: the key of kernel caches, in memory (but see `Backend.kernel_key`) and on disk."""
 
     backend: str
     problem: Problem
@@ -58,17 +56,39 @@ class Plan:
         )
 
 
+class Obstacle(str):
+    """A reason to decline that lies in the machine: the problem is one that the backend solves elsewhere, or once the user mends something.
+
+    Args:
+        reason: what is wrong, and the cure.
+        topic: foci warns once of each topic; by default the reason itself.
+    """
+
+    topic: str
+
+    def __new__(cls, reason: str, topic: str = "") -> Obstacle:
+        made = super().__new__(cls, reason)
+        made.topic = topic or reason
+        return made
+
+
 @dataclass(frozen=True)
 class Rejection:
-    """A backend that cannot take a problem, and why, in words a user can act on."""
+    """A backend that cannot take a problem, and why, in words a user can act on; an `Obstacle` if the machine is why."""
 
     backend: str
     reason: str
 
 
 class Unbuildable(RuntimeError):
-    """A kernel that cannot be built here, though its backend took the problem: another backend runs it, with a warning. The first line of
-    the message is the cause."""
+    """A kernel that cannot be built here, though its backend took the problem: another backend runs it, with a warning. The message is an
+    `Obstacle`, or text whose first line is the cause."""
+
+    @property
+    def obstacle(self) -> Obstacle:
+        """The cause."""
+        message = self.args[0] if self.args else ""
+        return message if isinstance(message, Obstacle) else Obstacle(str(message).partition("\n")[0])
 
 
 class Given(NamedTuple):
@@ -167,60 +187,6 @@ class BackwardOfRows(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """One way to compute attention. Register with `foci.register_backend`."""
-
-    name: str
-
-    def reject(self, problem: Problem, target: Target, /) -> str | None:
-        """Why this backend cannot solve the problem on the target, or None if it can. Pure: no tensors, no device."""
-        ...
-
-    def cost(self, problem: Problem, target: Target, /) -> float:
-        """Estimated seconds of a call; the planner takes the least."""
-        ...
-
-    def compile(self, plan: Plan, /) -> Kernel:
-        """A kernel for every problem with this plan's text; of a `Keyed` backend, with its key.
-
-        Raises:
-            Unbuildable: if it cannot be built here. A kernel's own methods may raise that too, for what they build when first asked for.
-        """
-        ...
-
-
-@runtime_checkable
-class Keyed(Protocol):
-    """A backend whose kernels also depend on lengths or numbers of heads, which a plan's text leaves out."""
-
-    def key_of(self, plan: Plan, /) -> Hashable:
-        """Key of the kernel cache in memory."""
-        ...
-
-
-@runtime_checkable
-class Noted(Protocol):
-    """A backend that describes for `explain` which of its kernels it would run, and why."""
-
-    def note(self, problem: Problem, target: Target, /) -> str:
-        """Describe the kernels in a few words."""
-        ...
-
-
-@runtime_checkable
-class Equipped(Protocol):
-    """A backend that needs more than a device, such as a compiler."""
-
-    def equipment(self) -> frozenset[str]:
-        """Features of this machine, for `Target.features`."""
-        ...
-
-    def obstacle(self) -> str | None:
-        """Return why this machine cannot run the backend, and the cure; None if it can. `reject` gives the same reason, and foci warns when
-        it then runs another backend."""
-        ...
-
-
 class CaptureFacts(NamedTuple):
     """Facts about a captured tensor on which the cost of reading it depends.
 
@@ -233,24 +199,6 @@ class CaptureFacts(NamedTuple):
     wants_grad: bool = False
 
 
-@runtime_checkable
-class Priced(Protocol):
-    """A backend on which a costly score function may be slower than a bias tensor that was computed before."""
-
-    def seconds_per_score(self, score: Expr, facts: tuple[CaptureFacts, ...], target: Target, /, *, needs_backward: bool) -> float | None:
-        """Estimate the seconds that a score function adds to each score; None for another device's target."""
-        ...
-
-
-@runtime_checkable
-class SelfChecking(Protocol):
-    """A backend whose kernels are checked before they run where what compiles them is of a release that foci was not tested with."""
-
-    def is_failed_check(self, reason: str, /) -> bool:
-        """Whether a reason of `reject`, or of an `Unbuildable`, is that a check failed. Whoever then runs another backend warns once."""
-        ...
-
-
 class MachineFact(NamedTuple):
     """What a backend found on this machine."""
 
@@ -259,10 +207,56 @@ class MachineFact(NamedTuple):
     """Whether foci was tested with it or supports it, in words of `foci.compat.releases`; empty where that does not matter."""
 
 
-@runtime_checkable
-class Informed(Protocol):
-    """A backend that depends on more of a machine than a target says; `foci env` prints it."""
+class Backend(ABC):
+    """One way to compute attention: the class that every backend derives from. Register an instance with `foci.register_backend`.
+
+    A backend has a `name`, `reject`, `cost` and `compile`. The other methods have defaults that do for most backends.
+    """
+
+    name: str
+
+    @abstractmethod
+    def reject(self, problem: Problem, target: Target, /) -> str | None:
+        """Why this backend cannot solve the problem on the target, or None if it can. Pure: no tensors, no device.
+
+        If the reason is an `Obstacle`, foci warns when it then runs a slower backend.
+        """
+
+    @abstractmethod
+    def cost(self, problem: Problem, target: Target, /) -> float:
+        """Estimated seconds of a call; the planner takes the least."""
+
+    def note(self, problem: Problem, target: Target, /) -> str:
+        """Describe in a few words, for `explain`, which kernels would run, and why."""
+        return ""
+
+    @abstractmethod
+    def compile(self, plan: Plan, /) -> Kernel:
+        """A kernel for every problem with this plan's `kernel_key`.
+
+        Raises:
+            Unbuildable: if it cannot be built here. A kernel's own methods may raise that too, for what they build when first asked for.
+        """
+
+    def kernel_key(self, plan: Plan, /) -> Hashable:
+        """Key of the plan's kernel in memory: the plan's text, unless kernels also depend on lengths or numbers of heads."""
+        return plan.text
+
+    def row_kernels(self, target: Target, /) -> RowKernels | None:
+        """Kernels for what a transformer layer computes between its products, or None."""
+        return None
+
+    def seconds_per_score(self, score: Expr, facts: tuple[CaptureFacts, ...], target: Target, /, *, needs_backward: bool) -> float | None:
+        """Estimate the seconds that a score function adds to each score, if a bias tensor that was computed before may be faster.
+
+        None where that never is, and for another device's target.
+        """
+        return None
+
+    def features(self) -> frozenset[str]:
+        """What this machine has, besides a device, that the backend needs: a compiler, say. Part of `Target.features` on the CPU."""
+        return frozenset()
 
     def facts(self) -> Mapping[str, MachineFact]:
-        """By name."""
-        ...
+        """What the backend found on this machine, by name; `foci env` prints it."""
+        return {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foci.backends import excluded
-from foci.backends.contract import Kernel, Plan
+from foci.backends.contract import Backend, Kernel, Plan
 from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.sequences import Sequence, coordinates, narrow, pack, sequences, shapeless_weights
 from foci.blocks import FULL, PARTIAL
@@ -127,7 +127,7 @@ class _Kernel(Kernel):
         return with_autograd(differentiate)
 
 
-class _Reference:
+class _Reference(Backend):
     name = "reference"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:

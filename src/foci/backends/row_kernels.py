@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from foci.problem import Target
-
-__all__ = ["Backward", "Column", "Name", "Norm", "RowKernels", "Rows", "Rowwise", "Sums"]
+__all__ = ["Backward", "Column", "Name", "Norm", "RowKernels", "Rows", "Sums"]
 
 Name: TypeAlias = int
 """Number by which the caller refers to a norm or a sum."""
@@ -151,13 +149,4 @@ class RowKernels(Hashable, Protocol):
 
     def backward(self, dtype: torch.dtype, width: int, norms: Sequence[Norm], columns: Sequence[Column], /) -> Backward:
         """Return the kernels of layers with these norms, from the layer's end to its beginning, and other column sums."""
-        ...
-
-
-@runtime_checkable
-class Rowwise(Protocol):
-    """A backend that has kernels over rows."""
-
-    def row_kernels(self, target: Target, /) -> RowKernels | None:
-        """Row-wise kernels for a target, or None."""
         ...

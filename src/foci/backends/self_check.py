@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import torch
 
 from foci.backends import disk
-from foci.backends.contract import Plan, Unbuildable
+from foci.backends.contract import Obstacle, Plan, Unbuildable
 from foci.backends.problem_class import score_kind
 from foci.compat.triton import release, untested_release
 from foci.ir.expr import const
@@ -39,7 +39,6 @@ __all__ = [
     "Verdict",
     "check",
     "failure_of",
-    "is_failure",
     "is_needed",
     "note_of",
     "run_in_process",
@@ -263,7 +262,6 @@ def _source_digest() -> str:
 # ---- what backends ask ----
 
 _self_check: SelfCheck = SelfCheck()
-_failures: Final[set[str]] = set()
 
 
 def is_needed(target: Target) -> bool:
@@ -271,7 +269,7 @@ def is_needed(target: Target) -> bool:
     return ENABLED and untested_release(target.features) is not None
 
 
-def failure_of(backend: str, problem: Problem, target: Target) -> str | None:
+def failure_of(backend: str, problem: Problem, target: Target) -> Obstacle | None:
     """Why a stored verdict forbids a backend's kernels; None if they may run, or if there is no verdict yet."""
     if not is_needed(target):
         return None
@@ -294,18 +292,12 @@ def check(plan: Plan) -> None:
         raise Unbuildable(reason)
 
 
-def _reason(kind: Kind, verdict: Verdict) -> str | None:
+def _reason(kind: Kind, verdict: Verdict) -> Obstacle | None:
     if verdict.failure is None:
         return None
     what = "fails its self-check" if verdict.is_final else "could not check itself"
-    found = f"{what} with Triton {_triton()}, which foci was not tested with: {verdict.failure} ({kind.text})"
-    _failures.add(found)
-    return found
-
-
-def is_failure(reason: str) -> bool:
-    """Whether a self-check gave this reason to decline."""
-    return reason in _failures
+    reason = f"{what} with Triton {_triton()}, which foci was not tested with: {verdict.failure} ({kind.text})"
+    return Obstacle(reason, topic=f"checks of {kind.backend}")  # each failure is of one kind of problem; the first is warned of
 
 
 def note_of(target: Target) -> str:

@@ -14,7 +14,6 @@ import torch
 from rich.table import Column, Table
 
 from foci import backends
-from foci.backends.contract import Informed
 from foci.cli.explanation import Question, explain_question, verdicts_table
 from foci.compat import inductor, releases
 from foci.compat.lookup import NAMES
@@ -88,8 +87,7 @@ def _machine() -> Iterator[Fact]:
 
 def _of_backends() -> Iterator[Fact]:
     for name in backends.names():
-        backend = backends.load(name)
-        for fact, found in backend.facts().items() if isinstance(backend, Informed) else ():
+        for fact, found in backends.load(name).facts().items():
             yield Fact(f"{name} backend, {fact}", *found)
 
 

@@ -14,7 +14,7 @@ from foci.backends.blocked.backward import backward
 from foci.backends.blocked.differentiable import differentiable
 from foci.backends.blocked.forward import forward, forward_single, is_single
 from foci.backends.causal import is_causal
-from foci.backends.contract import Kernel, Plan
+from foci.backends.contract import Backend, Kernel, Plan
 from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.sequences import shapeless_weights
 from foci.ir.expr import const
@@ -37,7 +37,7 @@ class _Kernel(Kernel):
         return backward(operands, self.problem, results, cotangents)
 
 
-class _Blocked:
+class _Blocked(Backend):
     name = "blocked"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from foci.backends.contract import CaptureFacts, Kernel, MachineFact, Plan
+from foci.backends.contract import Backend, CaptureFacts, Kernel, MachineFact, Obstacle, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.functor import ELEMENT_TYPES
 from foci.backends.cpu.kernel import CpuKernel
@@ -29,7 +29,7 @@ _LAUNCH: Final = 15e-6
 _RATES: Final = {torch.float32: (200e9, 190e9), torch.float16: (200e9, 190e9), torch.bfloat16: (370e9, 390e9)}
 
 
-class _Cpu:
+class _Cpu(Backend):
     name = "cpu"
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
@@ -46,23 +46,19 @@ class _Cpu:
         if odd:
             return f"reads captured tensors of real and integer dtypes; one is {odd[0]}"
         if "cxx" not in target.features:
-            return self.obstacle() or f"no C++ compiler on the target; install g++ {releases.OLDEST_GXX} or later"
+            return _obstacle() or f"no C++ compiler on the target; install g++ {releases.OLDEST_GXX} or later"
         try:
             forward = forward_source(problem)
         except UnsupportedOperation as gap:
             return str(gap)
-        missing = self.obstacle()
+        missing = _obstacle()
         if missing is not None and build.is_kept(forward) and (not problem.needs_backward or build.is_kept(backward_source(problem))):
             return None
         return missing
 
-    def equipment(self) -> frozenset[str]:
+    def features(self) -> frozenset[str]:
         """`cxx`, where there is a compiler or what one left in the cache."""
         return frozenset({"cxx"} if build.obstacle() is None or build.has_libraries() else ())
-
-    def obstacle(self) -> str | None:
-        """Why nothing can be compiled here, or None."""
-        return build.obstacle()
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """Seconds: the launch, and the flops (2.5 times as many backward) at measured rates per second of two Zen 4 cores.
@@ -94,6 +90,12 @@ class _Cpu:
             "flags": MachineFact(" ".join(build.flags())),
             "cache": MachineFact("a temporary folder of each process" if directory is None else str(directory)),
         }
+
+
+def _obstacle() -> Obstacle | None:
+    """Why nothing can be compiled here, or None."""
+    reason = build.obstacle()
+    return None if reason is None else Obstacle(reason)
 
 
 BACKEND = _Cpu()

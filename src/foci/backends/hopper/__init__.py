@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from foci.backends import self_check
-from foci.backends.contract import Kernel, Plan
+from foci.backends.contract import Backend, Kernel, Plan
 from foci.backends.gpu import portable
 from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import padded_dim
@@ -28,7 +28,7 @@ VERSIONS: Final = tuple(f"{major}.{minor}" for major, minor in TESTED)
 """Tested releases of Triton. With another one the kernels check themselves before they run."""
 
 
-class HopperBackend:
+class HopperBackend(Backend):
     """Fused attention with wgmma, for sm_90."""
 
     name = "hopper"
@@ -44,10 +44,6 @@ class HopperBackend:
         if problem.needs_backward and (reason := portable.reject(problem, target)) is not None:
             return f"needs the triton backend's gradients, but triton {reason}"
         return self._reject_problem(problem) or self_check.failure_of(self.name, problem, target)
-
-    def is_failed_check(self, reason: str, /) -> bool:
-        """Whether a reason is that the kernels failed their self-check under this release of Triton."""
-        return self_check.is_failure(reason)
 
     def _reject_problem(self, problem: Problem) -> str | None:
         outputs, formula = problem.formula.outputs, problem.formula
@@ -107,7 +103,7 @@ class HopperBackend:
 
         return build_kernel(plan)
 
-    def key_of(self, plan: Plan, /) -> Plan:
+    def kernel_key(self, plan: Plan, /) -> Plan:
         """The plan itself: schedules depend on lengths, and kernels on whether heads share keys."""
         return plan
 

@@ -6,7 +6,7 @@ Triton is imported when the first plan is compiled, so that planning works where
 from __future__ import annotations
 
 from foci.backends import self_check
-from foci.backends.contract import Kernel, MachineFact, Plan
+from foci.backends.contract import Backend, Kernel, MachineFact, Plan
 from foci.backends.gpu import portable
 from foci.backends.gpu.architectures import describe_schedules
 from foci.backends.row_kernels import RowKernels
@@ -15,7 +15,7 @@ from foci.problem import Layout, Problem, Target
 __all__ = ["BACKEND", "TritonBackend"]
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Fused attention in Triton."""
 
     name = "triton"
@@ -23,10 +23,6 @@ class TritonBackend:
     def reject(self, problem: Problem, target: Target, /) -> str | None:
         """Why not, or None."""
         return portable.reject(problem, target) or self_check.failure_of(self.name, problem, target)
-
-    def is_failed_check(self, reason: str, /) -> bool:
-        """Whether a reason is that the kernels failed their self-check under this release of Triton."""
-        return self_check.is_failure(reason)
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """Whose schedules the kernels take, and whether keys are split."""
