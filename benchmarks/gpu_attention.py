@@ -206,7 +206,7 @@ def ours(row: Row, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     reason = load(backend).reject(problem, target)
     if reason:
         raise NotImplementedError(reason)
-    kernel = load(backend).compile(Plan(backend, problem, target))
+    kernel = load(backend).build(Plan(backend, problem, target))
     results = kernel.forward(operands)
     if not problem.needs_backward:
         return lambda: kernel.forward(operands), lambda: None

@@ -121,9 +121,9 @@ def run(case: Case) -> bool:
     )
     reference = load("reference")
     kernels = (
-        (BACKEND.compile(Plan("triton", problem, target)), operands, case.dtype),
-        (reference.compile(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target)), wide, torch.float64),
-        (reference.compile(Plan("reference", problem, target)), operands, case.dtype),
+        (BACKEND.build(Plan("triton", problem, target)), operands, case.dtype),
+        (reference.build(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target)), wide, torch.float64),
+        (reference.build(Plan("reference", problem, target)), operands, case.dtype),
     )
     started, found, cotangents = time.time(), [], None
     for kernel, these, dtype in kernels:

@@ -118,7 +118,7 @@ def planned(name: str, asked: Problem) -> Any:
     if name == "foci":
         plan = choose(asked, target).plan
         assert plan is not None
-        return load(plan.backend).compile(plan)
+        return load(plan.backend).build(plan)
     if (reason := load(name).reject(asked, target)) is not None:
         raise NotImplementedError(reason)
     plan = Plan(name, asked, target)
@@ -126,7 +126,7 @@ def planned(name: str, asked: Problem) -> Any:
         from foci.backends.hopper.kernel import build_kernel
 
         return build_kernel(plan, own_backward=True)
-    return load(name).compile(plan)
+    return load(name).build(plan)
 
 
 def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[str, Any], dropout: float, *, backward: bool) -> Call:

@@ -115,8 +115,8 @@ class _Copy(Backend):
     def cost(self, problem: Any, target: Any, /) -> float:
         return 0.0
 
-    def compile(self, plan: Any, /) -> Any:
-        kernel = foci.backends.load("blocked").compile(plan)
+    def build(self, plan: Any, /) -> Any:
+        kernel = foci.backends.load("blocked").build(plan)
 
         class Twice(Kernel):
             def forward(self, operands: Any, /) -> Any:

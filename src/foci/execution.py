@@ -148,7 +148,7 @@ def _compiled(decision: Decision) -> Kernel:
     key = backend.kernel_key(plan)
     found = _kernels.get(key)
     if found is None or found[0] is not backend:  # names may be given away again
-        kernel = backend.compile(plan)
+        kernel = backend.build(plan)
         if Kernel not in type(kernel).__mro__:
             raise TypeError(f"{type(kernel).__name__}, of the backend {plan.backend!r}, does not derive from foci.backends.contract.Kernel")
         found = _kernels[key] = backend, kernel

@@ -233,7 +233,7 @@ CASES = {
     "compile a number": (lambda: foci.compile(3), TypeError, r"^model must be a module or a function; got int"),
     "unknown backend": (used, ValueError, r"no backend 'nonsense'; there are .*reference"),
     "no backend": (restricted, foci.NoViableBackend, r"no viable backend for this attention:\n(.*\n)*.*aten +no: .*score function"),
-    "half a backend": (lambda: foci.register_backend(type("Half", (), {"name": "half"})()), TypeError, r"^backend must be an object of a class that derives from foci.backends.contract.Backend; got an object of Half, which lacks reject, cost, compile"),
+    "half a backend": (lambda: foci.register_backend(type("Half", (), {"name": "half"})()), TypeError, r"^backend must be an object of a class that derives from foci.backends.contract.Backend; got an object of Half, which lacks reject, cost, build"),
     "taken name": (lambda: foci.register_backend(foci.backends.load("reference")), ValueError, r"a backend 'reference' exists already"),
     "nothing to unregister": (lambda: foci.unregister_backend("reference"), ValueError, r"no backend 'reference' was registered"),
 }  # fmt: skip

@@ -28,8 +28,8 @@ class Noting(Backend, Kernel):
     def cost(self, problem, target):
         return 0.0
 
-    def compile(self, plan):
-        self.kernel = foci.backends.load("reference").compile(plan)
+    def build(self, plan):
+        self.kernel = foci.backends.load("reference").build(plan)
         return self
 
     def forward(self, operands):
@@ -47,13 +47,13 @@ class Cut(Noting):
     def kernel_key(self, plan):
         return plan
 
-    def compile(self, plan):
+    def build(self, plan):
         return CutKernel(plan, self)
 
 
 class CutKernel(Kernel):
     def __init__(self, plan, backend):
-        self.problem, self.backend, self.kernel = plan.problem, backend, foci.backends.load("reference").compile(plan)
+        self.problem, self.backend, self.kernel = plan.problem, backend, foci.backends.load("reference").build(plan)
 
     def forward(self, operands):
         self.backend.forwards.append((operands, self.problem))
@@ -75,7 +75,7 @@ class Unread(Backend, Kernel):
     def cost(self, problem, target):
         return 0.0
 
-    def compile(self, plan):
+    def build(self, plan):
         return self
 
     def forward(self, operands):

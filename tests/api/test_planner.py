@@ -283,8 +283,8 @@ class Fast(Backend):
     def cost(self, problem, target):
         return 0.0
 
-    def compile(self, plan):
-        return foci.backends.load("reference").compile(plan)
+    def build(self, plan):
+        return foci.backends.load("reference").build(plan)
 
 
 # SDPA-18

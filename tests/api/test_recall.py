@@ -312,7 +312,7 @@ class Multiplied(Backend, Kernel):
     def cost(self, problem, target):
         return 0.0
 
-    def compile(self, plan):
+    def build(self, plan):
         return self
 
     def forward(self, operands):

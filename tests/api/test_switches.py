@@ -79,7 +79,7 @@ def test_a_backend_for_another_device(monkeypatch):
         def cost(self, problem, target):
             return 1e-9
 
-        def compile(self, plan):
+        def build(self, plan):
             class Empty(Kernel):
                 def forward(self, operands):
                     from foci.problem import Results, empty_out

@@ -104,7 +104,7 @@ def test_is_chosen_for_plain_and_causal_on_the_cpu(length, grad):
 def test_lse_is_natural_and_in_float32(problem, shape):
     asked = replace(problem, dtype=torch.bfloat16)
     query, key = torch.randn(2, 8, shape[0], 64).bfloat16(), torch.randn(2, 8, shape[1], 64).bfloat16()
-    results = ATEN.compile(Plan("aten", asked, CPU)).forward(Operands(query, key, key, scale=-0.2))
+    results = ATEN.build(Plan("aten", asked, CPU)).forward(Operands(query, key, key, scale=-0.2))
     scores = -0.2 * query.double() @ key.double().mT
     if problem is CAUSAL:
         scores = scores.masked_fill(torch.ones(shape, dtype=torch.bool).triu(1), -torch.inf)
@@ -121,7 +121,7 @@ def test_flash_gradients_repeat_on_cuda(shape):
     query = torch.randn(2, 8, shape[0], 64, device="cuda", dtype=torch.bfloat16, generator=generator)
     key = torch.randn(2, 2, shape[1], 64, device="cuda", dtype=torch.bfloat16, generator=generator)
     asked = replace(CAUSAL, dtype=torch.bfloat16, kv_heads=2, query_grad=True, key_grad=True, value_grad=True)
-    kernel, operands = ATEN.compile(Plan("aten", asked, HOPPER)), Operands(query, key, key, scale=0.125)
+    kernel, operands = ATEN.build(Plan("aten", asked, HOPPER)), Operands(query, key, key, scale=0.125)
     results = kernel.forward(operands)
     first, again = (kernel.backward(operands, results, Cotangents(results.out)) for _ in range(2))
     for a, b in zip((first.query, first.key, first.value), (again.query, again.key, again.value)):

@@ -35,7 +35,7 @@ def call(shapes, score=None, mask=None, outputs=Outputs(), dtype=torch.float32):
     asked = Formula(found.variant, outputs=outputs)
     operands = Operands(*inputs, found.captures, found.ints, found.floats, D**-0.5)
     problem = Problem(asked, dtype, D, D, Hq, Hkv, bucket(B), bucket(Sq), bucket(Skv), True, True, True)
-    return operands, problem, backends.load("blocked").compile(Plan("blocked", problem, CPU))
+    return operands, problem, backends.load("blocked").build(Plan("blocked", problem, CPU))
 
 
 def peak(function) -> int:
@@ -192,7 +192,7 @@ def test_computes_only_what_is_asked(monkeypatch):
     operands, problem, _ = call((1, 2, 2, 32, 32, 8))
     results = reference(operands, problem.formula)
     only_value = Problem(problem.formula, torch.float32, 8, 8, 2, 2, 1, 32, 32, value_grad=True)
-    kernel = backends.load("blocked").compile(Plan("blocked", only_value, CPU))
+    kernel = backends.load("blocked").build(Plan("blocked", only_value, CPU))
     products = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *args: products.append(1) or bmm(*args))

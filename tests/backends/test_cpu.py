@@ -383,7 +383,7 @@ def test_gradients_lie_as_the_tensors_do(heads_in_rows):
 
 def test_gradients_side_by_side_have_the_bits_of_those_apart():
     asked = problem(q_heads=4, query_grad=True, key_grad=True, value_grad=True)
-    kernel = BACKEND.compile(Plan("cpu", asked, CPU))
+    kernel = BACKEND.build(Plan("cpu", asked, CPU))
     q, k, v = torch.randn(2, 4, 70, 16), *qkv(2, 2, 70)[:2]
     operands = Operands(q, k, v, scale=0.25)
     results = kernel.forward(operands)
@@ -502,7 +502,7 @@ def test_caller_blocks_decide_where_tiles_straddle_heads():
     blocks = torch.randint(0, 3, (2, 4, 3, 3), dtype=torch.int8)
     asked = Problem(formula, torch.float32, 16, 16, 4, 4, 2, 256, 256)
     operands = Operands(q, k, v, scale=0.25, blocks=blocks)
-    found, expected = (backends.load(name).compile(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
+    found, expected = (backends.load(name).build(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
 

@@ -134,7 +134,7 @@ def test_backward_records_inside_an_operator():
     # an operator's kernel runs below autograd's dispatch keys
     operands, asked = call(tensors(), mask=lambda b, h, q, kv: q >= kv, outputs=Outputs())
     problem = Problem(asked, torch.float64, D, DV, HQ, HKV, 2, 8, 8, True, True, True)
-    kernel = backends.load("reference").compile(Plan("reference", problem, Target("cpu")))
+    kernel = backends.load("reference").build(Plan("reference", problem, Target("cpu")))
     results = kernel.forward(operands)
     flowing = Cotangents(torch.ones_like(results.out))
     outside = kernel.backward(operands, results, flowing)

@@ -58,10 +58,10 @@ def test_a_kind_is_checked_once_and_its_plans_compile(installed):
     for length in (8192, 16384):  # of one kind
         plan = Plan("hopper", problem(masks.causal(), q_len=length, kv_len=length), UNSEEN)
         assert hopper.BACKEND.reject(plan.problem, UNSEEN) is None
-        assert hopper.BACKEND.compile(plan) is not None
+        assert hopper.BACKEND.build(plan) is not None
     assert [kind.text for kind in kinds] == ["causal, dense, bfloat16, D 128, Dv 128, 4300 x 4300"]
-    hopper.BACKEND.compile(Plan("hopper", problem(masks.causal(), q_len=1024), UNSEEN))
-    triton_backend.BACKEND.compile(Plan("triton", problem(masks.causal()), UNSEEN))
+    hopper.BACKEND.build(Plan("hopper", problem(masks.causal(), q_len=1024), UNSEEN))
+    triton_backend.BACKEND.build(Plan("triton", problem(masks.causal()), UNSEEN))
     assert [(kind.backend, kind.q_len) for kind in kinds[1:]] == [("hopper", 700), ("triton", 4300)]
 
 
@@ -72,7 +72,7 @@ def test_tested_releases_are_never_checked(installed, backend):
     for major, minor in TESTED:
         target = Target("cuda", 90, frozenset({"triton", f"triton-{major}.{minor}"}))
         assert backend.reject(problem(), target) is None
-        assert backend.compile(Plan(backend.name, problem(), target)) is not None
+        assert backend.build(Plan(backend.name, problem(), target)) is not None
         assert "not tested" not in backend.note(problem(), target)
     assert kinds == []
 
@@ -84,7 +84,7 @@ def test_a_failure_is_a_reason_with_its_cause(installed, is_final):
     asked = problem(masks.window(100), query_grad=True, key_grad=True, value_grad=True)
     assert hopper.BACKEND.reject(asked, UNSEEN) is None, "nothing runs before a plan is compiled"
     with pytest.raises(Unbuildable) as raised:
-        hopper.BACKEND.compile(Plan("hopper", asked, UNSEEN))
+        hopper.BACKEND.build(Plan("hopper", asked, UNSEEN))
     said = str(raised.value)
     assert ("fails its self-check" in said) == is_final
     for words in ("Triton 3.99.0", "out, gradient of key wrong", "window", "forward and backward"):
@@ -103,7 +103,7 @@ def test_explain_says_that_a_release_was_not_tested_and_then_what_failed(install
     assert before.plan.backend == "hopper"
     assert "not tested with Triton 3.99: the first call checks its kernels" in before.table()
     with pytest.raises(Unbuildable):
-        hopper.BACKEND.compile(before.plan)
+        hopper.BACKEND.build(before.plan)
     after = planner.choose(asked, UNSEEN)
     assert after.plan.backend == "triton"
     assert "no: fails its self-check with Triton 3.99.0, which foci was not tested with: CompilationError: no such layout" in after.table()
@@ -155,10 +155,10 @@ def test_a_file_that_is_not_its_own_counts_as_none(installed, tmp_path, content)
 def test_a_checker_that_raises_says_nothing_of_the_kernels(installed, tmp_path):
     installed(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        hopper.BACKEND.compile(Plan("hopper", problem(), UNSEEN))
+        hopper.BACKEND.build(Plan("hopper", problem(), UNSEEN))
     installed(ValueError("not JSON"))
     with pytest.raises(Unbuildable, match="could not check itself .*ValueError: not JSON"):
-        hopper.BACKEND.compile(Plan("hopper", problem(), UNSEEN))
+        hopper.BACKEND.build(Plan("hopper", problem(), UNSEEN))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,7 +201,7 @@ def test_a_failure_in_a_compiled_call_and_with_caches_that_check_themselves(inst
 def test_kernels_that_are_checked_are_not_tuned(installed):
     installed(Verdict(None))
     asked = problem(masks.causal(), tuned=True)
-    made = {target: triton_backend.BACKEND.compile(Plan("triton", asked, target)) for target in (UNSEEN, H200)}
+    made = {target: triton_backend.BACKEND.build(Plan("triton", asked, target)) for target in (UNSEEN, H200)}
     assert [type(made[target]).__name__ for target in (UNSEEN, H200)] == ["GpuKernel", "TunedKernel"]
 
 
@@ -224,10 +224,10 @@ def test_another_backend_runs_with_one_warning_for_each_that_fails(installed, un
 def test_a_kept_failure_warns_in_the_next_process_too(installed, monkeypatch):
     installed(Verdict("out wrong"))
     with pytest.raises(Unbuildable):
-        hopper.BACKEND.compile(Plan("hopper", problem(), UNSEEN))
+        hopper.BACKEND.build(Plan("hopper", problem(), UNSEEN))
     monkeypatch.setattr(execution, "_warned", set())
     self_check._self_check._verdicts.clear()
-    monkeypatch.setattr(triton_backend.BACKEND, "compile", lambda plan: blocked.BACKEND.compile(plan), raising=False)
+    monkeypatch.setattr(triton_backend.BACKEND, "build", lambda plan: blocked.BACKEND.build(plan), raising=False)
     with pytest.warns(UserWarning, match="instead of 'hopper', which would be faster: fails its self-check with Triton 3.99.0"):
         execution._built(planner.choose(problem(), UNSEEN))
 
@@ -235,7 +235,7 @@ def test_a_kept_failure_warns_in_the_next_process_too(installed, monkeypatch):
 # NOW-02
 def test_a_forward_that_cannot_be_built_when_it_first_runs_is_another_backends(monkeypatch):
     class Late(Wrong):
-        def compile(self, plan, /):
+        def build(self, plan, /):
             class Broken(Kernel):
                 def forward(self, operands, /):
                     raise Unbuildable("Triton 3.99, which foci was not tested with, does not compile attention_forward: no such layout")
@@ -266,7 +266,7 @@ def test_a_target_without_its_gpu_is_planned_and_not_run(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "_self_check", SelfCheck(lambda kind, device: pytest.fail("ran"), directory=tmp_path))
     assert hopper.BACKEND.reject(problem(), UNSEEN) is None
     with pytest.raises(Unbuildable, match="could not check itself .* no such GPU"):
-        hopper.BACKEND.compile(Plan("hopper", problem(), UNSEEN))
+        hopper.BACKEND.build(Plan("hopper", problem(), UNSEEN))
 
 
 def test_the_gpu_is_the_one_of_the_target(monkeypatch):
@@ -324,8 +324,8 @@ class Wrong(Backend):
     def cost(self, problem, target, /):
         return 0.0
 
-    def compile(self, plan, /):
-        kernel, part, change = blocked.BACKEND.compile(plan), self.part, self.change
+    def build(self, plan, /):
+        kernel, part, change = blocked.BACKEND.build(plan), self.part, self.change
 
         class Changed(Kernel):
             def forward(self, operands, /):

@@ -32,7 +32,7 @@ def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=tor
     problem = Problem(formula, dtype, d, d, h, h, bucket(b), bucket(s), bucket(s), True, True, True, tuple(False for _ in bound.captures))
     target = target_of(device)
     assert BACKEND.reject(problem, target) is None
-    return BACKEND.compile(Plan("triton", problem, target)), operands
+    return BACKEND.build(Plan("triton", problem, target)), operands
 
 
 def compiled_kernels():

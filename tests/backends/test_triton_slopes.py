@@ -68,7 +68,7 @@ def test_results_and_gradients_are_those_of_the_formula(name):
     if case.turned:
         kind = made.backward_pass.key_kind
         made.schedules[kind] = dataclasses.replace(made.builder.schedule(kind), turned=True)
-    reference = load("reference").compile(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target))
+    reference = load("reference").build(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target))
     wide = dataclasses.replace(
         operands, query=operands.query.double(), key=operands.key.double(), value=operands.value.double(),
         captures=tuple(t.double() if t.is_floating_point() else t for t in operands.captures),

@@ -73,7 +73,7 @@ def expected(case: Case, device: str):
 
 def ran(name: str, case: Case, device: str) -> tuple[Results, Gradients]:
     asked, given = problem(case, device), operands(case, device)
-    kernel = backends.load(name).compile(Plan(name, asked, target_of(torch.device(device))))
+    kernel = backends.load(name).build(Plan(name, asked, target_of(torch.device(device))))
     results = kernel.forward(given)
     if not asked.needs_backward:
         return results, Gradients(None, None, None)

@@ -43,7 +43,7 @@ class Accelerator(Backend):
     def cost(self, problem: Problem, target: Target, /) -> float:
         return self.seconds
 
-    def compile(self, plan: Plan, /) -> AcmeKernel:
+    def build(self, plan: Plan, /) -> AcmeKernel:
         self.compiled.append(plan)
         return AcmeKernel()
 
@@ -163,13 +163,13 @@ def test_it_is_gone_after_unregistering():
 def test_registering_checks(acme):
     with pytest.raises(ValueError, match="a backend 'acme' exists already"):
         foci.register_backend(Accelerator())
-    with pytest.raises(TypeError, match="derives from foci.backends.contract.Backend; got an object of Partial, which lacks compile"):
+    with pytest.raises(TypeError, match="derives from foci.backends.contract.Backend; got an object of Partial, which lacks build"):
         foci.register_backend(type("Partial", (), {"name": "partial", "reject": None, "cost": None})())
     with pytest.raises(TypeError, match="must be an object .*; got the class Accelerator"):
         foci.register_backend(Accelerator)
     with pytest.raises(TypeError, match="name must be a string; that of Accelerator is 3"):
         foci.register_backend(Accelerator(name=3))
-    with pytest.raises(TypeError, match="abstract method.*compile"):
+    with pytest.raises(TypeError, match="abstract method.*build"):
         type("Derived", (Backend,), {"name": "derived", "reject": None, "cost": None})()
 
 

@@ -125,8 +125,8 @@ class Last(Backend):
     def cost(self, problem, target):
         return 1e9
 
-    def compile(self, plan):
-        return foci.backends.load("reference").compile(plan)
+    def build(self, plan):
+        return foci.backends.load("reference").build(plan)
 
 
 def graded_of_all(model, x, **kwargs):

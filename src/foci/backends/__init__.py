@@ -85,7 +85,7 @@ def register(backend: Backend) -> None:
         ...     def cost(self, problem, target, /):
         ...         return 0.0
         ...
-        ...     def compile(self, plan, /):
+        ...     def build(self, plan, /):
         ...         raise NotImplementedError
         >>> register(Never())
         >>> names()[0]
@@ -102,7 +102,7 @@ def register(backend: Backend) -> None:
 def _check(backend: object) -> None:
     if not isinstance(backend, Backend):
         got = f"the class {backend.__name__}" if isinstance(backend, type) else f"an object of {type(backend).__name__}"
-        missing = [part for part in ("name", "reject", "cost", "compile") if not hasattr(backend, part)]
+        missing = [part for part in ("name", "reject", "cost", "build") if not hasattr(backend, part)]
         lacks = f", which lacks {', '.join(missing)}" if missing else ""
         raise TypeError(f"backend must be an object of a class that derives from foci.backends.contract.Backend; got {got}{lacks}")
     if not isinstance(name := getattr(backend, "name", None), str):

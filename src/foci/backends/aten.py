@@ -316,7 +316,7 @@ class _Aten(Backend):
         assert isinstance(op, _Op)
         return plan.text, op.name
 
-    def compile(self, plan: Plan, /) -> _Kernel:
+    def build(self, plan: Plan, /) -> _Kernel:
         op = _op_for(plan.problem, plan.target)
         assert isinstance(op, _Op)
         return _Kernel(plan.problem, op)

@@ -210,7 +210,7 @@ class MachineFact(NamedTuple):
 class Backend(ABC):
     """One way to compute attention: the class that every backend derives from. Register an instance with `foci.register_backend`.
 
-    A backend has a `name`, `reject`, `cost` and `compile`. The other methods have defaults that do for most backends.
+    A backend has a `name`, `reject`, `cost` and `build`. The other methods have defaults that do for most backends.
     """
 
     name: str
@@ -231,7 +231,7 @@ class Backend(ABC):
         return ""
 
     @abstractmethod
-    def compile(self, plan: Plan, /) -> Kernel:
+    def build(self, plan: Plan, /) -> Kernel:
         """A kernel for every problem with this plan's `kernel_key`.
 
         Raises:

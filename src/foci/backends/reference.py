@@ -145,7 +145,7 @@ class _Reference(Backend):
         seconds = 1e-3 + problem.flops / flops + 20 * pairs * problem.dtype.itemsize / passes
         return 3 * seconds if problem.needs_backward else seconds
 
-    def compile(self, plan: Plan, /) -> Kernel:
+    def build(self, plan: Plan, /) -> Kernel:
         if plan.problem.formula.layout is Layout.PAGED:
             return Gathered(plan, _Kernel(jagged_plan(plan).problem))
         return _Kernel(plan.problem)

@@ -55,7 +55,7 @@ def kernel_of(name, asked):
         from foci.backends.hopper.kernel import build_kernel
 
         return build_kernel(plan, own_backward=True)
-    return backends.load(name).compile(plan)
+    return backends.load(name).build(plan)
 
 
 def exact(asked, operands, dout=None):

@@ -630,9 +630,9 @@ import test_planning as planning
 def read():
     return [name for name in sys.modules if name.startswith("foci.backends.hopper.bwd_")]
 
-planning.BACKEND.compile(planning.Plan("hopper", planning.problem(), planning.H200))
+planning.BACKEND.build(planning.Plan("hopper", planning.problem(), planning.H200))
 assert read() == [], read()
-planning.BACKEND.compile(planning.Plan("hopper", planning.problem(**planning.TRAINED), planning.H200))
+planning.BACKEND.build(planning.Plan("hopper", planning.problem(**planning.TRAINED), planning.H200))
 assert read()
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

@@ -54,9 +54,9 @@ class _Blocked(Backend):
         seconds = flops / (rate / 2 if problem.dtype is torch.float64 else rate)
         return overhead + seconds + (5 * overhead + 2.5 * seconds if problem.needs_backward else 0.0)
 
-    def compile(self, plan: Plan, /) -> Kernel:
+    def build(self, plan: Plan, /) -> Kernel:
         if plan.problem.formula.layout is Layout.PAGED:
-            return Gathered(plan, self.compile(jagged_plan(plan)))
+            return Gathered(plan, self.build(jagged_plan(plan)))
         formula = plan.problem.formula
         simple = Formula(formula.variant, outputs=Outputs(lse=formula.outputs.lse))
         return _Kernel(plan.problem, formula == simple and formula.variant.mask is not const(False))

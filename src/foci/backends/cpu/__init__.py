@@ -73,7 +73,7 @@ class _Cpu(Backend):
         """Seconds that a score function adds to each score on a CPU; None for another device."""
         return seconds_per_score(score, facts, needs_backward=needs_backward) if target.device == "cpu" else None
 
-    def compile(self, plan: Plan, /) -> Kernel:
+    def build(self, plan: Plan, /) -> Kernel:
         if plan.problem.formula.layout is Layout.PAGED:
             return Gathered(plan, CpuKernel(jagged_plan(plan)))
         return CpuKernel(plan)

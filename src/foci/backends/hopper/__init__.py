@@ -96,7 +96,7 @@ class HopperBackend(Backend):
             return forward
         return min(forward, split_cost(problem, target)) + backward_cost(problem)
 
-    def compile(self, plan: Plan, /) -> Kernel:
+    def build(self, plan: Plan, /) -> Kernel:
         """Build the kernels of a plan; each is compiled at its first launch. Under an untested release of Triton they are checked first."""
         self_check.check(plan)
         from foci.backends.hopper.kernel import build_kernel

@@ -38,7 +38,7 @@ class TritonBackend(Backend):
         """See `portable.estimate_cost`."""
         return portable.estimate_cost(problem, target)
 
-    def compile(self, plan: Plan, /) -> Kernel:
+    def build(self, plan: Plan, /) -> Kernel:
         """Kernels of a plan. Triton compiles each when it is first launched; under a release that foci was not tested with, their kind is
         checked first."""
         self_check.check(plan)
