@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +29,17 @@ def facts(device: str = "cpu") -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "foci": foci.__version__,
         "commit": commit,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -109,9 +119,11 @@ def status(field: str) -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def write(name: str, rows: list[dict[str, object]]) -> None:
-    """Prints the rows and keeps them as benchmarks/results/NAME.jsonl, in place of an earlier run's."""
-    RESULTS.mkdir(exist_ok=True)
+def write(name: str, rows: list[dict[str, Any]], *, quiet: bool = False) -> None:
+    """Prints the rows and keeps them as benchmarks/results/NAME.jsonl, or in the folder OUT, in place of an earlier run's."""
+    folder = Path(os.environ.get("OUT", RESULTS))
+    folder.mkdir(exist_ok=True)
     lines = [json.dumps(row) for row in rows]
-    (RESULTS / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    if not quiet:
+        print("\n".join(lines))
