@@ -48,7 +48,7 @@ LAYERS = (
     ("foci.integrations.patch", "foci.fusion"),
     ("foci.torch_compile",),
     ("foci",),
-    ("foci.integrations", "foci.nn", "foci.cli.mask_picture"),
+    ("foci.integrations", "foci.nn", "foci.cli.mask_picture", "foci.kernel_packs"),
     ("foci.cli.demo", "foci.cli.bench"),
     ("foci.cli",),
 )

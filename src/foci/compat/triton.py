@@ -7,16 +7,29 @@ Triton's own launcher.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 from foci.compat.lookup import find
 
-__all__ = ["COMPILE_OPTIONS", "TESTED", "Bottom", "async_compile_mode", "bottom_of", "release", "untested_release"]
+__all__ = [
+    "COMPILE_OPTIONS",
+    "TESTED",
+    "Bottom",
+    "KernelSource",
+    "async_compile_mode",
+    "bottom_of",
+    "cached_files",
+    "keep_files",
+    "kernel_source",
+    "release",
+    "untested_release",
+]
 
 TESTED: Final = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Releases whose kernels were run and timed on a GPU."""
@@ -100,3 +113,61 @@ def _make_map_of_three(described: Any, metadata: Any) -> list[Any]:
 
     made: list[Any] = driver.make_tensordesc_arg(described, metadata, ())
     return made
+
+
+class KernelSource(NamedTuple):
+    """What Triton compiles a kernel from.
+
+    Attributes:
+        name: of the kernel.
+        source_hash: of its source, of what it calls, and of its arguments' types and constants.
+        target: kind, architecture and threads of a warp.
+        options_hash: of the compiler's options.
+        cache_key: Triton's own key of the kernel, which Triton's cache on disk knows by its digest.
+    """
+
+    name: str
+    source_hash: str
+    target: tuple[str, int, int]
+    options_hash: str
+    cache_key: str
+
+
+def kernel_source(cache_key: str, inputs: Mapping[str, Any]) -> KernelSource | None:
+    """What a kernel is compiled from; None where a release does not say it, or where the environment asks the compiler for something else.
+
+    Args:
+        cache_key: Triton's key of the kernel.
+        inputs: of the compilation, by Triton's names: src, target, options and env_vars.
+    """
+    from triton import knobs
+
+    try:
+        src, target, options = inputs["src"], inputs["target"], inputs["options"]
+        if inputs["env_vars"] or knobs.compilation.always_compile or knobs.compilation.override:
+            return None
+        return KernelSource(str(src.name), src.hash(), (target.backend, target.arch, target.warp_size), options.hash(), cache_key)
+    except (AttributeError, KeyError):
+        return None
+
+
+def cached_files(source: KernelSource) -> dict[str, str]:
+    """Paths of a kernel's files in Triton's cache on disk, by file name; none where it is not there."""
+    found: dict[str, str] = _cache_of(source).get_group(_metadata_name(source)) or {}
+    return found if _metadata_name(source) in found else {}
+
+
+def keep_files(source: KernelSource, files: Mapping[str, bytes]) -> None:
+    """Put a kernel's files into Triton's cache on disk, the way Triton does."""
+    cache = _cache_of(source)
+    cache.put_group(_metadata_name(source), {name: cache.put(content, name) for name, content in files.items()})
+
+
+def _cache_of(source: KernelSource) -> Any:
+    from triton.runtime.cache import get_cache_manager
+
+    return get_cache_manager(hashlib.sha256(source.cache_key.encode()).hexdigest())
+
+
+def _metadata_name(source: KernelSource) -> str:
+    return f"{source.name[:150]}.json"  # as Triton cuts it

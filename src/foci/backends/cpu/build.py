@@ -27,11 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from foci.backends import disk
+from foci.backends import disk, installed_packs
+from foci.backends.compile_lock import compiling, locked
 from foci.backends.contract import Unbuildable
+from foci.backends.pack_file import Entry
 from foci.compat.releases import OLDEST_GXX
 
-__all__ = ["CompileError", "Toolchain", "cache_directory", "flags", "has_libraries", "is_kept", "load", "obstacle", "toolchain"]
+__all__ = [
+    "CompileError", "Toolchain", "cache_directory", "entries_in", "flags", "has_libraries", "is_kept", "load", "obstacle", "pack_facts",
+    "toolchain",
+]  # fmt: skip
 
 HEADERS: Final = Path(__file__).parent / "include"
 _FLAGS: Final = (
@@ -278,15 +283,28 @@ def _names(stem: str, compiler: Toolchain | str, directory: Path) -> Iterator[st
 
 
 def has_libraries() -> bool:
-    """Whether the cache holds any."""
+    """Whether the cache or a kernel pack holds any."""
     directory = cache_directory()
-    return directory is not None and next(directory.glob("*.so"), None) is not None
+    return directory is not None and (next(directory.glob("*.so"), None) is not None or bool(installed_packs.packs("cpu")))
 
 
 def is_kept(source: str) -> bool:
     """Whether a translation unit's library can be loaded without a compiler."""
     directory, stem = cache_directory(), _stem(source)
-    return stem in _loaded or (directory is not None and any(_is_intact(directory / name) for name in _names(stem, "", directory)))
+    if stem in _loaded or _keys_of_packs(stem):
+        return True
+    return directory is not None and any(_is_intact(directory / name) for name in _names(stem, "", directory))
+
+
+def entries_in(folder: Path) -> list[Entry]:
+    """The libraries of a cache folder, as a kernel pack has them."""
+    found = [(path.name, disk.read_private(path)) for path in sorted(folder.glob("*.so"))]
+    return [Entry(name.removesuffix(".so"), "CPU kernel", {name: content}) for name, content in found if content and _intact(content)]
+
+
+def pack_facts() -> dict[str, str]:
+    """What a pack of libraries that are compiled here says of itself."""
+    return {"arch": "cpu", "flags": flags()[-1], "cpu": _cpu_flags().partition("\n")[0][:200]}
 
 
 def load(source: str) -> ctypes.CDLL:
@@ -315,14 +333,40 @@ def load(source: str) -> ctypes.CDLL:
 
 
 def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:
-    """From the cache, else compiled into it, else into a temporary folder."""
+    """From the cache, else from a kernel pack, else compiled, in the cache or in a temporary folder."""
     cache = cache_directory()
-    found = None if cache is None else _open(cache, list(_names(stem, compiler, cache)))
+    found = None if cache is None else _find_kept(stem, compiler, cache)
     if found is not None:
         return found
     if isinstance(compiler, str):
         raise CompileError(compiler)
     name = f"{stem}-{compiler.fingerprint[:16]}.so"
+    with compiling("a kernel for the CPU"), locked(name):
+        found = None if cache is None else _open(cache, [name])  # another process has compiled it meanwhile
+        return _compile_into(source, name, cache, compiler) if found is None else found
+
+
+def _find_kept(stem: str, compiler: Toolchain | str, cache: Path) -> ctypes.CDLL | None:
+    """From the cache, or from a kernel pack by way of the cache."""
+    found = _open(cache, list(_names(stem, compiler, cache)))
+    if found is not None:
+        return found
+    for key in _keys_of_packs(stem):
+        kept, entry = _open(cache, [f"{key}.so"]), installed_packs.entry("cpu", key)
+        with contextlib.suppress(OSError, KeyError):
+            if kept is None and entry is not None:
+                disk.write_atomically(cache / f"{key}.so", entry.files[f"{key}.so"])
+                kept = _open(cache, [f"{key}.so"])
+        if kept is not None:
+            return kept
+    return None
+
+
+def _keys_of_packs(stem: str) -> list[str]:
+    return [key for pack in installed_packs.packs("cpu") for key in pack.names if key.startswith(f"{stem}-")]
+
+
+def _compile_into(source: str, name: str, cache: Path | None, compiler: Toolchain) -> ctypes.CDLL:
     content = _compile(source, cache or _temporary_directory(), compiler)
     for directory in (cache, None):
         folder = directory or _temporary_directory()

@@ -21,6 +21,7 @@ import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from foci.backends.compile_lock import locked
 from foci.backends.gpu.functions import GENERATED, jit_function
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
 
@@ -36,15 +37,15 @@ def is_sendable(asked: Mapping[str, str]) -> bool:
     return not asked and not knobs.compilation.always_compile
 
 
-def pack(src: Any, target: Any, options: Mapping[str, Any]) -> bytes:
-    """Pickle a kernel's source, target and options for `compile_packed`.
+def pack(src: Any, target: Any, options: Mapping[str, Any], key: str) -> bytes:
+    """Pickle a kernel's source, target, options and Triton's key of it for `compile_packed`.
 
     Raises:
         Exception: of any type, if something cannot be pickled.
     """
     file = io.BytesIO()
     parts = (type(src), src.fn, src.signature, src.constants, src.attrs)
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((parts, target, dict(options), _surroundings(target.arch)))
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((parts, target, dict(options), key, _surroundings(target.arch)))
     return file.getvalue()
 
 
@@ -52,9 +53,9 @@ def compile_packed(packed: bytes) -> None:
     """Compile a kernel into Triton's cache on disk. Errors are ignored: the caller compiles again and raises them, while an exception that
     cannot be pickled would break this process's pool."""
     with suppress(Exception):
-        (kind, function, signature, constants, attrs), target, options, surroundings = pickle.loads(packed)
+        (kind, function, signature, constants, attrs), target, options, key, surroundings = pickle.loads(packed)
         fill_cache_keys((function, *constants.values()))
-        with _as_there(surroundings):
+        with _as_there(surroundings), locked(key):
             triton.compile(kind(function, signature, constants, attrs), target=target, options=options)
 
 

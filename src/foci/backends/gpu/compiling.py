@@ -24,10 +24,12 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from foci.backends.compile_lock import compiling, locked
 from foci.backends.compile_priority import is_waited_for, submit_elsewhere
 from foci.backends.contract import Unbuildable
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
-from foci.compat.triton import COMPILE_OPTIONS, TESTED, async_compile_mode, release
+from foci.backends.gpu.kernel_store import note, restore
+from foci.compat.triton import COMPILE_OPTIONS, TESTED, KernelSource, async_compile_mode, kernel_source, release
 
 __all__ = [
     "Waiting",
@@ -38,6 +40,7 @@ __all__ = [
     "is_new",
     "launch_ahead",
     "launch_waiting",
+    "wait_for_ahead",
     "waiting",
 ]
 
@@ -190,6 +193,12 @@ def _compile(new: Sequence[Waiting]) -> None:
     active_mode = async_compile_mode()
     if active_mode is None or active_mode.get() is not None:
         return  # each compiles when it is launched
+    names = dict.fromkeys(str(each.function.__name__) for each in new if not each.is_ahead)
+    with compiling(f"{len(new)} kernels: {', '.join(names)}" if len(new) > 1 else f"the kernel {', '.join(names)}"):
+        _compile_side_by_side(new, active_mode)
+
+
+def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) -> None:
     pool = ThreadPoolExecutor(2 * len(new))
     beside = _Beside(pool)
     mode = _ParallelCompileMode(beside)
@@ -241,8 +250,8 @@ class _ParallelCompileMode:
     """Replaces Triton's AsyncCompileMode, which waits for every kernel. It reuses compilations that were begun ahead, and does not wait for
     those that it begins ahead."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, beside: _Beside) -> None:
+        self._beside = beside
         self._waited: dict[str, tuple[Future[Any], Callable[[Any], None]]] = {}
         self.is_ahead = False
 
@@ -258,7 +267,7 @@ class _ParallelCompileMode:
         if key in self._waited:
             return
         begun = _begun.pop(key, None)
-        future = self._executor.submit(compile_it) if begun is None else begun
+        future = self._beside.begin(key, compile_it) if begun is None else begun
         if self.is_ahead:
             _begun[key] = future
             if len(_begun) > _MOST_BEGUN:
@@ -279,28 +288,43 @@ _begun: Final[OrderedDict[str, Future[Any]]] = OrderedDict()
 _MOST_BEGUN: Final = 128
 
 
-class _Beside(Executor):
-    """Submits compilations of kernels, and of their launchers, to a pool."""
+def wait_for_ahead() -> None:
+    """Wait for all kernels that compile ahead."""
+    for future in list(_begun.values()):
+        with suppress(Exception):  # the pass that launches it raises the error
+            future.result()
+
+
+class _Beside:
+    """Begins compilations of kernels, and of their launchers, in a pool."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
         self._read: list[threading.Event] = []
 
-    def submit(self, compile_it: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Compile a kernel in the pool. `wait_until_read` waits for the part of it that runs in Python."""
+    def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any]:
+        """Compile a kernel in the pool, unless a kernel pack has it. `wait_until_read` waits for the part of it that runs in Python.
+
+        Args:
+            key: Triton's cache key of the kernel.
+            compile_it: compiles the kernel.
+        """
         is_read = threading.Event()
         made_of = _compile_inputs(compile_it)
-        src = made_of.get("src")
-        sent = _sent(made_of)
+        src, source = made_of.get("src"), kernel_source(key, made_of)
+        is_kept = source is not None and _is_kept(source)
+        sent = None if is_kept else _sent(made_of, key)
         if src is not None:
             src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
         if src is not None and release() == (3, 6):
             self._pool.submit(_build_launcher, src)
-        if sent is None:
-            future = self._pool.submit(compile_it, *args, **options)
+        if is_kept:
+            future = self._pool.submit(compile_it)
+        elif sent is None:
+            future = self._pool.submit(_compile_once, key, source, compile_it)
         else:
             is_read.set()
-            future = self._pool.submit(_found, sent, compile_it)
+            future = self._pool.submit(_found, sent, source, compile_it)
         future.add_done_callback(lambda _: is_read.set())
         self._read.append(is_read)
         return future
@@ -309,6 +333,22 @@ class _Beside(Executor):
         """Wait until Triton's front end has processed all submitted kernels; for a kernel that does not report it, until it is compiled."""
         while self._read:
             self._read.pop().wait()
+
+
+def _is_kept(source: KernelSource) -> bool:
+    """Whether the kernel is in Triton's cache, by now. A folder that cannot be written keeps no kernel from being compiled."""
+    with suppress(OSError):
+        return restore(source)
+    return False
+
+
+def _compile_once(key: str, source: KernelSource | None, compile_it: Callable[[], Any]) -> Any:
+    """Compile a kernel that no other process compiles now, and note it."""
+    with locked(key):
+        compiled = compile_it()  # finds in Triton's cache what another process has compiled meanwhile
+    if source is not None:
+        note(source)
+    return compiled
 
 
 _front_end: Final = threading.Lock()
@@ -328,13 +368,13 @@ def _compile_inputs(compile_it: Callable[..., Any]) -> dict[str, Any]:
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
 
 
-def _sent(made_of: dict[str, Any]) -> Future[Any] | None:
+def _sent(made_of: dict[str, Any], key: str) -> Future[Any] | None:
     """Start the compilation in another process; None if there is none, or it cannot be sent there."""
     submit = submit_elsewhere()
     if submit is None or not made_of.keys() >= {"src", "target", "options", "env_vars"} or not is_sendable(made_of["env_vars"]):
         return None
     with suppress(Exception):  # it cannot be pickled, or no process is left
-        return submit(compile_packed, pack(made_of["src"], made_of["target"], made_of["options"].__dict__))
+        return submit(compile_packed, pack(made_of["src"], made_of["target"], made_of["options"].__dict__, key))
     return None
 
 
@@ -342,11 +382,14 @@ _LONGEST: Final = 60.0
 """Seconds to wait for a kernel from another process, including the kernels queued before it."""
 
 
-def _found(sent: Future[Any], compile_it: Callable[[], Any]) -> Any:
+def _found(sent: Future[Any], source: KernelSource | None, compile_it: Callable[[], Any]) -> Any:
     """The kernel that another process left in Triton's cache on disk. If that process failed or was too slow, it is compiled here."""
     with suppress(Exception):
         sent.result(_LONGEST)
-    return compile_it()
+    compiled = compile_it()
+    if source is not None:
+        note(source)
+    return compiled
 
 
 def _build_launcher(src: Any) -> None:

@@ -156,10 +156,11 @@ class LaunchBuilder:
         plain, queue = plain_arguments(args), waiting()
         fill_cache_keys((function, *plain))
         run = functools.partial(self._add, _Pending(function, _plain(grid), plain, options), grid, args, between)
+        launch = Waiting(function, plain, options, run)
         if queue is None:
-            run()
+            launch_waiting([launch])
         else:
-            queue.append(Waiting(function, plain, options, run))
+            queue.append(launch)
 
     def _add(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...], between: bool) -> None:
         made = None if self._launches is None else self._made_of(launch, grid, args)
