@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel hub resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
+.PHONY: help venv wheel kernels-wheel hub resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,12 @@ wheel: $(STAMP) ## sdist and wheel in dist/, tried in a new environment with tor
 	.wheel/bin/python -m pip install --quiet $(TORCH)
 	.wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd .wheel && bin/python ../tests/try_wheel.py
+
+ARCH ?= sm_90
+SET ?= common
+
+kernels-wheel: $(STAMP) ## dist/foci_kernels_*.whl: compiled kernels for ARCH (sm_90 by default), see docs/kernel-packs.md
+	$(BIN)/python kernels_wheel/build.py $(ARCH) dist "$(SET)"
 
 # Without site (-S) the environment's packages are there and foci, which is linked into them, is not.
 hub: $(STAMP) ## build for the kernels library in kernels_hub/dist, tried without foci

@@ -15,7 +15,7 @@ from foci.backends.row_kernels import RowKernels
 from foci.ir.expr import Expr
 from foci.problem import Problem, Target
 
-__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "row_kernels", "seconds_per_score", "target_of"]
+__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "plan_for", "row_kernels", "seconds_per_score", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,11 @@ def target_of(device: torch.device) -> Target:
         if device.type != "cpu":  # what is there for it to build with may come and go
             _targets[device] = found
     return found
+
+
+def plan_for(device: torch.device, target: Target) -> None:
+    """Plan calls on a device for another target from now on: for what compiles kernels for a GPU that is not there."""
+    _targets[device] = target
 
 
 _targets: dict[torch.device, Target] = {}

@@ -212,6 +212,104 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="Remove everything
         run_cache(_console(), clear=clear)
 
 
+kernels = typer.Typer(help="Compile kernels ahead, and carry them between machines in packs.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(kernels, name="kernels")
+
+
+@kernels.command()
+def build(
+    arch: Annotated[str, typer.Option(help="What to compile for: sm_80, sm_90, another compute capability, or cpu for this processor.")],
+    select: Annotated[
+        str, typer.Option("--set", help="common, or words in the names of common problems, with commas: 'causal D 64 bfloat16'.")
+    ] = "common",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The pack; foci-ARCH.foci-kernels if not given.", callback=_output_file)
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile side by side; one for each CPU if not given.")] = None,
+) -> None:
+    """Compile the kernels of common problems into a pack. Needs no GPU."""
+    with _explained_packs():
+        from foci import kernel_packs
+        from foci.cli.kernels_cmd import describe_built
+
+        with _console().status(f"compiling for {arch}"):
+            built = kernel_packs.build(arch, out, select=select, jobs=jobs)
+        _console().print(describe_built(built), soft_wrap=True)
+
+
+@kernels.command()
+def export(
+    arch: Annotated[str, typer.Option(help="What the kernels were compiled for: sm_90, cpu and so on.")],
+    out: Annotated[Path, typer.Argument(help="The pack.", callback=_output_file)],
+) -> None:
+    """Write what this machine has compiled into a pack."""
+    with _explained_packs():
+        from foci import kernel_packs
+        from foci.cli.kernels_cmd import describe_built
+
+        _console().print(describe_built(kernel_packs.export(out, arch)), soft_wrap=True)
+
+
+@kernels.command("import")
+def import_(
+    pack: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A pack, of someone you trust: it is code.")],
+) -> None:
+    """Check a pack, and look kernels up in it from now on."""
+    with _explained_packs():
+        from foci import kernel_packs
+
+        found = kernel_packs.import_pack(pack)
+        _console().print(f"{len(found.names)} kernels in {found.path}", soft_wrap=True)
+
+
+@kernels.command("list")
+def list_() -> None:
+    """List the packs in which kernels are looked up."""
+    with _explained_packs():
+        from foci.cli.kernels_cmd import table_of_packs
+
+        _console().print(table_of_packs())
+
+
+@kernels.command()
+def verify(pack: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A pack.")]) -> None:
+    """Check every file of a pack against the digests that it lists."""
+    with _explained_packs():
+        from foci.kernel_packs import Pack
+
+        found = Pack(pack)
+        found.verify()
+        _console().print(f"{pack}: {len(found.names)} kernels, all as the manifest says", soft_wrap=True)
+
+
+@kernels.command()
+def clear() -> None:
+    """Remove the imported packs."""
+    with _explained_packs():
+        from foci import kernel_packs
+
+        for path in kernel_packs.clear():
+            _console().print(f"removed {path}", soft_wrap=True)
+
+
+@kernels.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def warm(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file that does what the program will do.")],
+) -> None:
+    """Run a script, so that what it needs is compiled before other processes need it.
+
+    Words after the script are its arguments. Exits with the script's own code.
+    """
+    from foci import kernel_packs
+    from foci.cli.profile_cmd import run_script
+
+    with kernel_packs.warm():
+        exited = run_script(script, context.args)
+    if exited is not None:
+        sys.exit(exited.code)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def report(
     context: typer.Context,
@@ -312,6 +410,18 @@ def env() -> None:
     console.print(backends_table())
     for line in missing_names():
         console.print(line, style="yellow", highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def _explained_packs() -> Iterator[None]:
+    """`_explained_errors`, for what is wrong with a pack or asked of one."""
+    from foci.backends.pack_file import BrokenPack
+    from foci.errors import ArgumentError
+
+    try:
+        yield
+    except (ArgumentError, BrokenPack) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import grp
+import hashlib
 import os
 import pwd
 import stat
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Final
 
 __all__ = [
-    "cache_directory", "cache_limit", "cache_root", "folder_obstacle", "open_folder", "read_private", "remove_oldest", "usable_folder",
-    "write_atomically",
+    "CHECKSUM", "cache_directory", "cache_limit", "cache_root", "folder_obstacle", "is_intact", "open_folder", "read_private",
+    "remove_oldest", "usable_folder", "write_atomically",
 ]  # fmt: skip
 
+CHECKSUM: Final = 32
+"""Bytes of SHA-256 at the end of a library."""
 _DEFAULT_LIMIT: Final = 1024  # MiB
 _IN_USE: Final = 3600.0  # seconds after its last use during which a file stays, as a process may be about to load it
 
@@ -132,6 +135,11 @@ def read_private(path: str | Path, folder: int | None = None) -> bytes | None:
         return None
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
+
+
+def is_intact(content: bytes | None) -> bool:
+    """Whether a library, as the CPU backend keeps it, ends with the SHA-256 of its content."""
+    return content is not None and len(content) > CHECKSUM and hashlib.sha256(content[:-CHECKSUM]).digest() == content[-CHECKSUM:]
 
 
 def write_atomically(path: Path, content: bytes) -> None:

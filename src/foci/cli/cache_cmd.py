@@ -19,6 +19,9 @@ _CONTENTS = {
     "triton": "schedules that foci.use(tune=True) found",
     "self_check": "verdicts on kernels under a Triton that foci was not tested with",
     "padding": "measurements of foci tune",
+    "packs": "kernel packs that were imported",
+    "kernels": "which GPU kernels were compiled here, for foci kernels export",
+    "locks": "locks, so that a kernel is compiled once",
 }
 
 

@@ -1,4 +1,4 @@
-"""What `foci report` does: runs a script and collects the attentions in every graph that it compiles."""
+"""What `foci report` does: runs a script and collects the attentions in every graph that it compiles. And scripts as commands run them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foci.compat.inductor import with_pre_grad_pass
 from foci.context import Log, observe
 from foci.fusion import inductor_pass
 
-__all__ = ["run"]
+__all__ = ["run", "run_script"]
 
 
 def run(script: Path, arguments: Sequence[str]) -> tuple[Log, SystemExit | None]:
@@ -27,18 +27,20 @@ def run(script: Path, arguments: Sequence[str]) -> tuple[Log, SystemExit | None]
     Returns:
         What was collected, and how the script exited: None where it ran to its end.
     """
-    exited: SystemExit | None = None
     torch.compiler.reset()  # a graph compiled before would not be compiled, and looked at, again
-    with (
-        observe() as log,
-        _as_main(script, arguments),
-        with_pre_grad_pass(inductor_pass),
-    ):
+    with observe() as log, with_pre_grad_pass(inductor_pass):
+        exited = run_script(script, arguments)
+    return log, exited
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> SystemExit | None:
+    """Runs the script as `python script arguments` would. Returns how it exited: None where it ran to its end."""
+    with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as raised:
-            exited = raised
-    return log, exited
+            return raised
+    return None
 
 
 @contextlib.contextmanager

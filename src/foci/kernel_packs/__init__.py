@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foci.backends import disk, installed_packs
-from foci.backends.cpu import build as cpu_build
-from foci.backends.pack_file import SUFFIX, BrokenPack, Pack, write_pack
+from foci.backends.pack_file import SUFFIX, BrokenPack, Entry, Pack, write_pack
 from foci.errors import ArgumentError
 
 __all__ = ["BrokenPack", "Built", "Pack", "build", "clear", "export", "import_pack", "installed", "warm"]
@@ -82,7 +81,7 @@ def export(path: str | os.PathLike[str], arch: str) -> Built:
 def _write(path: Path, arch: str, cache: Path) -> Built:
     """Write what a cache folder has for an architecture."""
     if arch == "cpu":
-        facts, entries = cpu_build.pack_facts(), cpu_build.entries_in(cache / "cpu")
+        facts, entries = {"arch": "cpu"}, _libraries(cache / "cpu")
     else:
         from foci.backends.gpu import kernel_store
 
@@ -91,6 +90,16 @@ def _write(path: Path, arch: str, cache: Path) -> Built:
     if not entries:
         raise ArgumentError(f"nothing that foci compiled for {arch} is kept in {cache}; run what needs its kernels first")
     return Built(path, write_pack(path, "cpu" if arch == "cpu" else "gpu", facts, entries))
+
+
+def _libraries(folder: Path) -> list[Entry]:
+    """The CPU backend's libraries in a cache folder. A name says by digests for which flags and processor."""
+    entries = []
+    for path in sorted(folder.glob("*.so")):
+        content = disk.read_private(path)
+        if content is not None and disk.is_intact(content):
+            entries.append(Entry(path.stem, "CPU kernel", {path.name: content}))
+    return entries
 
 
 def import_pack(path: str | os.PathLike[str]) -> Pack:

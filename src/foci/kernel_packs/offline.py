@@ -131,7 +131,7 @@ def _run(arch: str, names: Sequence[str]) -> None:
         number = int(arch.removeprefix("sm_"))
         triton.runtime.driver.set_active(_Driver(number))
         features = frozenset({"triton", f"triton-{'.'.join(map(str, release()))}"})
-        planner._targets[torch.device("cpu")] = Target("cuda", number, features)
+        planner.plan_for(torch.device("cpu"), Target("cuda", number, features))
         backends = ("hopper", "triton")
     with foci.use(*backends):
         for name in names:

@@ -30,12 +30,10 @@ from typing import Final
 from foci.backends import disk, installed_packs
 from foci.backends.compile_lock import compiling, locked
 from foci.backends.contract import Unbuildable
-from foci.backends.pack_file import Entry
 from foci.compat.releases import OLDEST_GXX
 
 __all__ = [
-    "CompileError", "Toolchain", "cache_directory", "entries_in", "flags", "has_libraries", "is_kept", "load", "obstacle", "pack_facts",
-    "toolchain",
+    "CompileError", "Toolchain", "cache_directory", "flags", "has_libraries", "is_kept", "load", "obstacle", "toolchain",
 ]  # fmt: skip
 
 HEADERS: Final = Path(__file__).parent / "include"
@@ -45,7 +43,6 @@ _FLAGS: Final = (
     # a quarter of the time to compile, and nothing that the kernels gain from
     "-fno-tree-vrp", "-fno-tree-pre", "-fno-tree-slp-vectorize", "-fno-ipa-cp", "-fno-ipa-icf",
 )  # fmt: skip
-_CHECKSUM: Final = 32  # bytes of SHA-256 at the end of a library
 _HEX_DIGITS: Final = 64  # hex digits of SHA-256
 _TIMEOUT: Final = 300.0
 _LITTER_AGE: Final = 3600.0  # seconds after which an unfinished file is removed
@@ -188,14 +185,9 @@ def _temporary_directory() -> Path:
     return Path(directory)
 
 
-def _intact(content: bytes | None) -> bool:
-    """Whether a library's checksum is right."""
-    return content is not None and len(content) > _CHECKSUM and hashlib.sha256(content[:-_CHECKSUM]).digest() == content[-_CHECKSUM:]
-
-
 def _is_intact(path: Path) -> bool:
     """Whether a library is this user's and its checksum is right."""
-    return _intact(disk.read_private(path))
+    return disk.is_intact(disk.read_private(path))
 
 
 def _sweep(directory: Path) -> None:
@@ -296,17 +288,6 @@ def is_kept(source: str) -> bool:
     return directory is not None and any(_is_intact(directory / name) for name in _names(stem, "", directory))
 
 
-def entries_in(folder: Path) -> list[Entry]:
-    """The libraries of a cache folder, as a kernel pack has them."""
-    found = [(path.name, disk.read_private(path)) for path in sorted(folder.glob("*.so"))]
-    return [Entry(name.removesuffix(".so"), "CPU kernel", {name: content}) for name, content in found if content and _intact(content)]
-
-
-def pack_facts() -> dict[str, str]:
-    """What a pack of libraries that are compiled here says of itself."""
-    return {"arch": "cpu", "flags": flags()[-1], "cpu": _cpu_flags().partition("\n")[0][:200]}
-
-
 def load(source: str) -> ctypes.CDLL:
     """Load the library of a translation unit, and compile it first unless it is cached. Calls through it release the GIL.
 
@@ -389,7 +370,7 @@ def _open(folder: Path, names: list[str]) -> ctypes.CDLL | None:
         for name in names:
             with contextlib.suppress(OSError):  # it is not there, or the folder is read-only: then nothing is removed from it either
                 os.utime(name, dir_fd=descriptor, follow_symlinks=False)
-            if _intact(disk.read_private(name, descriptor)):
+            if disk.is_intact(disk.read_private(name, descriptor)):
                 path = by_descriptor / name if by_descriptor.exists() else folder / name
                 return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     return None
