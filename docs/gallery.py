@@ -1,5 +1,6 @@
-"""Writes docs/gallery.md, docs/gallery.png and docs/pictures/ from the EXAMPLES of foci.masks and foci.scores: `make gallery`.
+"""Writes docs/gallery.md, docs/gallery.png, docs/pictures/ and the tables of docs/masks-and-scores.md: `make gallery`.
 
+All is made from the DEFINITIONS and EXAMPLES of foci.masks and foci.scores.
 A formula here is a Python expression of the parameters of its mask or score. tests/test_gallery.py evaluates each one and compares it with
 what the mask or score computes, and compares the page with what this script writes.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,8 +20,9 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 import foci
+from foci.cli.catalogue import list_entries
 from foci.cli.mask_picture import CELLS, MaskPicture, color_cells, draw_mask
-from foci.mask_examples import MaskExample, ScoreExample, Sizes
+from foci.mask_examples import Definition, MaskExample, ScoreExample, Sizes
 
 DOCS = Path(__file__).parent
 BLOCK = 8
@@ -34,123 +35,7 @@ TWO_SIDED = LinearSegmentedColormap.from_list("score", ["#b4532a", "#f7f8fa", "#
 INK = "#26323f"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What the page says of a mask or a score besides what its code says.
-
-    Attributes:
-        formula: a Python expression, True where a query attends, or the new score.
-        where: definitions that the formula uses, in order, as name and expression.
-        note: a sentence about the names in the formula.
-        paper: title, authors and year.
-        arxiv: the paper's number.
-    """
-
-    formula: str
-    where: tuple[tuple[str, str], ...] = ()
-    note: str = ""
-    paper: str = ""
-    arxiv: str = ""
-
-
-LONGFORMER = ("Longformer: The Long-Document Transformer (Beltagy et al., 2020)", "2004.05150")
-T5 = ("Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer (Raffel et al., 2020)", "1910.10683")
-
-MASKS = {
-    "everything": Entry("True"),
-    "causal": Entry("kv_idx <= q_idx", (), "", "Attention Is All You Need (Vaswani et al., 2017)", "1706.03762"),
-    "causal_lower_right": Entry("kv_idx <= q_idx + kv_len - q_len", (), "The same as `causal()` where queries and keys are as many."),
-    "inverse_causal": Entry("q_idx <= kv_idx"),
-    "window": Entry(
-        "(q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)",
-        (),
-        'With `align="lower_right"`, `q_idx + kv_len - q_len` takes the place of `q_idx`.',
-        *LONGFORMER,
-    ),
-    "dilated_window": Entry(
-        "(-left * dilation <= d) & (d <= right * dilation) & (d % dilation == 0)", (("d", "kv_idx - q_idx"),), "", *LONGFORMER
-    ),
-    "global_window": Entry(
-        "is_global(q_idx) | is_global(kv_idx) | (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)",
-        (),
-        "`is_global(i)` is `i < global_tokens` for a number and `global_tokens[i]` for a bool tensor.",
-        *LONGFORMER,
-    ),
-    "prefix_lm": Entry("(kv_idx <= q_idx) | (kv_idx < prefix[b])", (), "A number is the prefix of each batch entry.", *T5),
-    "causal_or_bidirectional": Entry("(kv_idx <= q_idx) | (q_idx >= bounds[b])"),
-    "document": Entry(
-        "ids[b, q_idx] == kv_ids[b, kv_idx]",
-        (),
-        "`kv_ids` is `ids` unless given; without a batch dim all batch entries share them.",
-        "Efficient Sequence Packing without Cross-contamination (Krell et al., 2021)",
-        "2107.02027",
-    ),
-    "document_offsets": Entry(
-        "count(offsets <= q_idx) == count(kv_offsets <= kv_idx)",
-        (),
-        "`count` is the number of offsets for which the comparison is true.",
-        "Efficient Sequence Packing without Cross-contamination (Krell et al., 2021)",
-        "2107.02027",
-    ),
-    "padding": Entry("(kv_idx < lengths[b]) & (q_idx < q_lengths[b])", (), "Without `q_lengths` the second condition is not there."),
-    "key_padding": Entry("keep[b, kv_idx]"),
-    "natten": Entry(
-        "(kv % dilation == r) & (start <= kv // dilation) & (kv // dilation < start + kernel)",
-        (
-            ("r", "q % dilation"),
-            ("size", "(extent - r + dilation - 1) // dilation"),
-            ("start", "clamp(q // dilation - kernel // 2, 0, size - kernel)"),
-        ),
-        "For each dimension of the grid, whose coordinates are `q` and `kv`; a query attends where all dimensions agree.",
-        "Neighborhood Attention Transformer (Hassani et al., 2022), and with dilation "
-        "Dilated Neighborhood Attention Transformer (Hassani and Shi, 2022)",
-        "2204.07143",
-    ),
-    "block_diffusion": Entry(
-        "q_noisy & kv_noisy & (q_block == kv_block) | q_noisy & ~kv_noisy & (kv_block < q_block) "
-        "| ~q_noisy & ~kv_noisy & (kv_block <= q_block)",
-        (
-            ("q_noisy", "q_idx < length"),
-            ("kv_noisy", "kv_idx < length"),
-            ("q_block", "q_idx % length // block"),
-            ("kv_block", "kv_idx % length // block"),
-        ),
-        "",
-        "Block Diffusion (Arriola et al., 2025)",
-        "2503.09573",
-    ),
-    "dense": Entry("mask[b, h, q_idx, kv_idx]", (), "`mask` broadcasts."),
-}
-
-SCORES = {
-    "identity": Entry("score"),
-    "alibi": Entry(
-        "score + slopes[h] * (-abs(kv_idx - q_idx) if symmetric else kv_idx - q_idx)",
-        (),
-        "For a number of heads the slopes are `alibi_slopes(heads)`.",
-        "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation (Press et al., 2022)",
-        "2108.12409",
-    ),
-    "softcap": Entry(
-        "cap * tanh(score / cap)", (), "", "Gemma 2: Improving Open Language Models at a Practical Size (Gemma Team, 2024)", "2408.00118"
-    ),
-    "temperature": Entry("score / value[h]", (), "A number is the temperature of each head."),
-    "bias": Entry("score + values[b, h, q_idx, kv_idx]", (), "`values` broadcasts."),
-    "relative_position": Entry(
-        "score + table[h, clamp(kv_idx - q_idx, -k, k) + k]",
-        (),
-        "`table` has `2 * k + 1` distances; without a head dim all heads share them.",
-        "Self-Attention with Relative Position Representations (Shaw et al., 2018)",
-        "1803.02155",
-    ),
-    "t5_bias": Entry(
-        "score + table[bucket(kv_idx - q_idx), h]",
-        (),
-        "Small distances have a bucket each, larger ones share buckets that grow logarithmically up to `max_distance`. "
-        "With `bidirectional=True` half of the buckets are for later keys.",
-        *T5,
-    ),
-}
+MASKS, SCORES = foci.masks.DEFINITIONS, foci.scores.DEFINITIONS
 
 SHEET_MASKS = (
     "causal",
@@ -334,7 +219,17 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(name: str, entry: Entry, module: object, kind: str, rows: list[str]) -> list[str]:
+def guide(text: str) -> str:
+    """The text of docs/masks-and-scores.md, its two tables written anew."""
+    for module in (foci.masks, foci.scores):
+        kind = module.__name__.removeprefix("foci.").removesuffix("s")
+        rows = "".join(f"| `{entry.call}` | {entry.line} |\n" for entry in list_entries(module))
+        table = f"| {kind} | |\n|---|---|\n{rows}"
+        text = re.sub(rf"^\| {kind} \|.*\n(?:\|.*\n)+", lambda _, table=table: table, text, count=1, flags=re.MULTILINE)
+    return text
+
+
+def _section(name: str, entry: Definition, module: object, kind: str, rows: list[str]) -> list[str]:
     function = getattr(module, name)
     # "window(left, right, *, align)": the annotations are in the API reference.
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
@@ -369,6 +264,8 @@ def _score_line(example: ScoreExample) -> str:
 
 def main() -> None:
     (DOCS / "gallery.md").write_text(page(), encoding="utf-8")
+    masks_and_scores = DOCS / "masks-and-scores.md"
+    masks_and_scores.write_text(guide(masks_and_scores.read_text(encoding="utf-8")), encoding="utf-8")
     pictures = DOCS / "pictures"
     pictures.mkdir(exist_ok=True)
     for name in MASKS:

@@ -32,8 +32,9 @@ def containers(source):
         value = node.value
         is_empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
         is_made = isinstance(value, ast.Call) and re.split(r"[.\[]", ast.unparse(value.func))[-1] in MAKERS
-        if is_empty or is_made:
-            yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        if (is_empty or is_made) and name != "__all__":
+            yield name
 
 
 def test_the_table_of_caches_is_whole():

@@ -27,6 +27,8 @@ SCORES = [example for example in foci.scores.EXAMPLES if gallery.function_of(exa
 def test_page_is_up_to_date():
     text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     assert text == gallery.page(), "write it anew: make gallery"
+    guide = (ROOT / "docs" / "masks-and-scores.md").read_text(encoding="utf-8")
+    assert guide == gallery.guide(guide), "write it anew: make gallery"
     pictures = set(re.findall(r"\((pictures/\S+?\.png)\)", text))
     assert pictures == {f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").iterdir()}
 

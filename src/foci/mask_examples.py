@@ -1,4 +1,4 @@
-"""Examples: each named mask and score at small sizes, beside its plain formula. Tests, docs and benchmarks read them."""
+"""What is said of each named mask and score: its definition, and examples at small sizes. Tests, docs and benchmarks read them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foci.variant import Mask, Score
 
-__all__ = ["MaskExample", "ScoreExample", "Sizes"]
+__all__ = ["Definition", "MaskExample", "ScoreExample", "Sizes"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,25 @@ class Sizes:
         """b [B, 1, 1, 1], h [1, Hq, 1, 1], q_idx [1, 1, Sq, 1] and kv_idx [1, 1, 1, Skv]."""
         b, h, q, kv = (torch.arange(n, device=device) for n in (self.B, self.Hq, self.Sq, self.Skv))
         return b[:, None, None, None], h[:, None, None], q[:, None], kv
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A mask or a score as the gallery prints it.
+
+    Attributes:
+        formula: a Python expression of its parameters, True where a query attends, or the new score. The tests evaluate it.
+        where: definitions that the formula uses, in order, as name and expression.
+        note: a sentence about the names in the formula.
+        paper: title, authors and year.
+        arxiv: the paper's number.
+    """
+
+    formula: str
+    where: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+    paper: str = ""
+    arxiv: str = ""
 
 
 def _no_tensors(sizes: Sizes) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """Scores by name. Each returns a `foci.Score`; combine them with `>>`, first to last.
 
-To add one: a `picklable` function here, and an entry in `EXAMPLES`. Tensors may be learned: they receive gradients.
+To add one: a `picklable` function here, its name in `__all__`, and entries in `DEFINITIONS` and `EXAMPLES`. Tensors may be learned: they
+receive gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.mask_examples import ScoreExample, Sizes
+from foci.mask_examples import Definition, ScoreExample, Sizes
 from foci.variant import Score, name_with_numbers, picklable
 
 __all__ = ["alibi", "alibi_slopes", "bias", "identity", "relative_position", "softcap", "t5_bias", "temperature"]
@@ -314,6 +315,37 @@ def _t5_bucket(distance: int, count: int, bidirectional: bool) -> int:
 def _softcap_then_bias(sizes: Sizes, values: Tensor) -> Score:
     return softcap(2.0) >> bias(values)
 
+
+_T5: Final = ("Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer (Raffel et al., 2020)", "1910.10683")
+DEFINITIONS: Final = {
+    "identity": Definition("score"),
+    "alibi": Definition(
+        "score + slopes[h] * (-abs(kv_idx - q_idx) if symmetric else kv_idx - q_idx)",
+        (),
+        "For a number of heads the slopes are `alibi_slopes(heads)`.",
+        "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation (Press et al., 2022)",
+        "2108.12409",
+    ),
+    "softcap": Definition(
+        "cap * tanh(score / cap)", (), "", "Gemma 2: Improving Open Language Models at a Practical Size (Gemma Team, 2024)", "2408.00118"
+    ),
+    "temperature": Definition("score / value[h]", (), "A number is the temperature of each head."),
+    "bias": Definition("score + values[b, h, q_idx, kv_idx]", (), "`values` broadcasts."),
+    "relative_position": Definition(
+        "score + table[h, clamp(kv_idx - q_idx, -k, k) + k]",
+        (),
+        "`table` has `2 * k + 1` distances; without a head dim all heads share them.",
+        "Self-Attention with Relative Position Representations (Shaw et al., 2018)",
+        "1803.02155",
+    ),
+    "t5_bias": Definition(
+        "score + table[bucket(kv_idx - q_idx), h]",
+        (),
+        "Small distances have a bucket each, larger ones share buckets that grow logarithmically up to `max_distance`. "
+        "With `bidirectional=True` half of the buckets are for later keys.",
+        *_T5,
+    ),
+}
 
 EXAMPLES: Final = (
     ScoreExample("identity", "scores as they are", lambda s: identity(), lambda x, s: x),

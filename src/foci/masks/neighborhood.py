@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.mask_examples import MaskExample, Sizes
+from foci.mask_examples import Definition, MaskExample, Sizes
 from foci.variant import Mask, picklable
 
-__all__ = ["EXAMPLES", "natten"]
+__all__ = ["natten"]
 
 
 @picklable
@@ -108,6 +108,21 @@ def _formula(extent: tuple[int, ...], kernel: tuple[int, ...], dilation: tuple[i
 def _square(sizes: Sizes) -> bool:
     return sizes.Sq == sizes.Skv and sizes.Sq % 40 == 0 and sizes.Sq > 0
 
+
+DEFINITIONS: Final = {
+    "natten": Definition(
+        "(kv % dilation == r) & (start <= kv // dilation) & (kv // dilation < start + kernel)",
+        (
+            ("r", "q % dilation"),
+            ("size", "(extent - r + dilation - 1) // dilation"),
+            ("start", "clamp(q // dilation - kernel // 2, 0, size - kernel)"),
+        ),
+        "For each dimension of the grid, whose coordinates are `q` and `kv`; a query attends where all dimensions agree.",
+        "Neighborhood Attention Transformer (Hassani et al., 2022), and with dilation "
+        "Dilated Neighborhood Attention Transformer (Hassani and Shi, 2022)",
+        "2204.07143",
+    ),
+}
 
 EXAMPLES: Final = (
     MaskExample(

@@ -7,11 +7,10 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from foci.mask_examples import MaskExample, Sizes
+from foci.mask_examples import Definition, MaskExample, Sizes
 from foci.variant import Mask, kv_len, name_with_numbers, picklable, q_len
 
 __all__ = [
-    "EXAMPLES",
     "block_diffusion",
     "causal",
     "causal_lower_right",
@@ -271,6 +270,42 @@ def _block_diffusion_formula(sizes: Sizes) -> Tensor:
 def _band(sizes: Sizes, low: int, high: int) -> Tensor:
     return torch.ones(sizes.Sq, sizes.Skv, dtype=torch.bool).triu(low).tril(high)
 
+
+_LONGFORMER: Final = ("Longformer: The Long-Document Transformer (Beltagy et al., 2020)", "2004.05150")
+DEFINITIONS: Final = {
+    "everything": Definition("True"),
+    "causal": Definition("kv_idx <= q_idx", (), "", "Attention Is All You Need (Vaswani et al., 2017)", "1706.03762"),
+    "causal_lower_right": Definition("kv_idx <= q_idx + kv_len - q_len", (), "The same as `causal()` where queries and keys are as many."),
+    "inverse_causal": Definition("q_idx <= kv_idx"),
+    "window": Definition(
+        "(q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)",
+        (),
+        'With `align="lower_right"`, `q_idx + kv_len - q_len` takes the place of `q_idx`.',
+        *_LONGFORMER,
+    ),
+    "dilated_window": Definition(
+        "(-left * dilation <= d) & (d <= right * dilation) & (d % dilation == 0)", (("d", "kv_idx - q_idx"),), "", *_LONGFORMER
+    ),
+    "global_window": Definition(
+        "is_global(q_idx) | is_global(kv_idx) | (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)",
+        (),
+        "`is_global(i)` is `i < global_tokens` for a number and `global_tokens[i]` for a bool tensor.",
+        *_LONGFORMER,
+    ),
+    "block_diffusion": Definition(
+        "q_noisy & kv_noisy & (q_block == kv_block) | q_noisy & ~kv_noisy & (kv_block < q_block) "
+        "| ~q_noisy & ~kv_noisy & (kv_block <= q_block)",
+        (
+            ("q_noisy", "q_idx < length"),
+            ("kv_noisy", "kv_idx < length"),
+            ("q_block", "q_idx % length // block"),
+            ("kv_block", "kv_idx % length // block"),
+        ),
+        "",
+        "Block Diffusion (Arriola et al., 2025)",
+        "2503.09573",
+    ),
+}
 
 EXAMPLES: Final = (
     MaskExample("everything", "no mask at all", lambda s: everything(), lambda s: torch.ones(s.Sq, s.Skv, dtype=torch.bool)),

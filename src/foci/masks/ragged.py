@@ -7,11 +7,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from foci.mask_examples import MaskExample, Sizes
+from foci.mask_examples import Definition, MaskExample, Sizes
 from foci.masks.positional import check_tensor
 from foci.variant import Mask, picklable
 
-__all__ = ["EXAMPLES", "causal_or_bidirectional", "dense", "document", "document_offsets", "key_padding", "padding", "prefix_lm"]
+__all__ = ["causal_or_bidirectional", "dense", "document", "document_offsets", "key_padding", "padding", "prefix_lm"]
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 
@@ -235,6 +235,29 @@ def _causal(sizes: Sizes) -> Tensor:
 def _column(lengths: Tensor) -> Tensor:
     return lengths[:, None, None, None]
 
+
+_T5: Final = ("Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer (Raffel et al., 2020)", "1910.10683")
+DEFINITIONS: Final = {
+    "prefix_lm": Definition("(kv_idx <= q_idx) | (kv_idx < prefix[b])", (), "A number is the prefix of each batch entry.", *_T5),
+    "causal_or_bidirectional": Definition("(kv_idx <= q_idx) | (q_idx >= bounds[b])"),
+    "document": Definition(
+        "ids[b, q_idx] == kv_ids[b, kv_idx]",
+        (),
+        "`kv_ids` is `ids` unless given; without a batch dim all batch entries share them.",
+        "Efficient Sequence Packing without Cross-contamination (Krell et al., 2021)",
+        "2107.02027",
+    ),
+    "document_offsets": Definition(
+        "count(offsets <= q_idx) == count(kv_offsets <= kv_idx)",
+        (),
+        "`count` is the number of offsets for which the comparison is true.",
+        "Efficient Sequence Packing without Cross-contamination (Krell et al., 2021)",
+        "2107.02027",
+    ),
+    "padding": Definition("(kv_idx < lengths[b]) & (q_idx < q_lengths[b])", (), "Without `q_lengths` the second condition is not there."),
+    "key_padding": Definition("keep[b, kv_idx]"),
+    "dense": Definition("mask[b, h, q_idx, kv_idx]", (), "`mask` broadcasts."),
+}
 
 EXAMPLES: Final = (
     MaskExample("prefix_lm", "causal after a common prefix", lambda s: prefix_lm(9), lambda s: _causal(s) | (torch.arange(s.Skv) < 9)),

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from foci.backends.contract import CaptureFacts
-from foci.backends.cpu.codegen import is_vector
+from foci.backends.cpu.codegen import VALUES, is_vector
 from foci.backends.cpu.functor import Functor
 from foci.ir.derivative import capture_derivatives
+from foci.ir.emit import decompose
 from foci.ir.expr import DType, Expr, variable
 
 __all__ = ["seconds_per_score"]
@@ -42,7 +43,7 @@ def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], *, needs_bac
     if score is variable("score"):
         return 0.0
     functor = Functor(())
-    staged = functor.staged(score)
+    staged = decompose(functor.staged(score), VALUES.ops)
     total = _FUNCTION + sum(_operation(e) for e in staged.walk() if e.args and is_vector(e))
     for span in functor.spans:
         total += _RUN if span.dim == facts[span.slot].unit_dim or span.divisor else _STRIDED
