@@ -23,6 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -247,13 +248,15 @@ def _headers_hash() -> str:
 
 _loaded: dict[str, ctypes.CDLL] = {}
 _failed: dict[str, str] = {}
+_building: dict[str, Future[ctypes.CDLL]] = {}
 _loading = threading.Lock()
 
 
 def _after_fork() -> None:
-    # the thread that had the lock is not in the child
+    # the threads that had the lock, or compile, are not in the child
     global _loading
     _loading = threading.Lock()
+    _building.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -298,19 +301,41 @@ def load(source: str) -> ctypes.CDLL:
     compiler, stem = toolchain(), _stem(source)
     key = stem if isinstance(compiler, str) else stem + compiler.fingerprint
     with _loading:
-        library = _loaded.get(key)
-        if library is None:
-            if key in _failed:
-                raise CompileError(_failed[key])
-            try:
-                library = _loaded[key] = _find(source, stem, compiler)
-            except CompileError as error:
-                _failed[key] = str(error)
-                raise
-            except OSError as error:
-                _failed[key] = f"{error}: a generated kernel could not be built or loaded"
-                raise CompileError(_failed[key]) from error
+        if key in _loaded:
+            return _loaded[key]
+        if key in _failed:
+            raise CompileError(_failed[key])
+        begun = _building.get(key)
+        future = _building[key] = Future() if begun is None else begun
+    if begun is not None:
+        return begun.result()
+    try:
+        library = _loaded[key] = _find(source, stem, compiler)
+    except (CompileError, OSError) as error:
+        failure = error if isinstance(error, CompileError) else CompileError(f"{error}: a generated kernel could not be built or loaded")
+        _failed[key] = str(failure)
+        future.set_exception(failure)
+        raise failure from (None if failure is error else error)
+    except BaseException as error:  # interrupted: the next caller begins anew
+        future.set_exception(error)
+        raise
+    else:
+        future.set_result(library)
         return library
+    finally:
+        _building.pop(key, None)
+
+
+def load_ahead(source: str) -> None:
+    """Begin to `load` a library that will be needed, beside what the caller does. Does nothing where the caller has the only core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores > 1 and not is_kept(source):
+        threading.Thread(target=_load_quietly, args=(source,), name="foci-cxx", daemon=True).start()
+
+
+def _load_quietly(source: str) -> None:
+    with contextlib.suppress(CompileError):  # whoever needs it is told
+        load(source)
 
 
 def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:
