@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from foci.backends import compile_lock  # noqa: E402
 from foci.backends.compile_priority import unhurried  # noqa: E402
 from foci.backends.contract import Unbuildable  # noqa: E402
 from foci.backends.gpu import compiling  # noqa: E402
@@ -419,3 +420,16 @@ def test_the_switch_interval_stays_where_nobody_waits(events, monkeypatch):
         launch(second_kernel)
     assert seen == [before, pytest.approx(2e-4)]
     assert ("launch", "first_kernel") in events
+
+
+def test_nothing_is_said_of_kernels_that_nobody_waits_for(events, monkeypatch, capsys):
+    monkeypatch.setattr(compile_lock, "_PATIENCE", 0.0)
+    monkeypatch.delenv("FOCI_QUIET", raising=False)
+    with unhurried(), compile_in_parallel():
+        launch(first_kernel)
+    with compile_in_parallel():
+        launch_ahead(second_kernel, (torch.zeros(16), 1), {"num_warps": 1})
+    assert capsys.readouterr().err == ""
+    with compile_in_parallel():
+        launch(first_kernel, 2)
+    assert "first_kernel" in capsys.readouterr().err

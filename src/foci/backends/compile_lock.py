@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Final
 
 from foci.backends import disk
+from foci.backends.compile_priority import is_waited_for
 
 __all__ = ["compiling", "locked"]
 
@@ -44,12 +45,12 @@ _told: Final[ContextVar[bool]] = ContextVar("told", default=False)
 
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Say on stderr what compiles, once, if it is not done after a second. FOCI_QUIET=1 says nothing.
+    """Say on stderr what compiles, once, if it is not done after a second and a caller waits for it. FOCI_QUIET=1 says nothing.
 
     Args:
         what: such as "3 kernels for sm_90: attention_forward, combine_splits".
     """
-    if os.environ.get("FOCI_QUIET") == "1" or _told.get():
+    if os.environ.get("FOCI_QUIET") == "1" or _told.get() or not is_waited_for():
         yield
         return
     timer = threading.Timer(_PATIENCE, _say, (what,))

@@ -30,6 +30,7 @@ from typing import Final
 
 from foci.backends import disk, installed_packs
 from foci.backends.compile_lock import compiling, locked
+from foci.backends.compile_priority import unhurried
 from foci.backends.contract import Unbuildable
 from foci.compat.releases import OLDEST_GXX
 
@@ -334,7 +335,7 @@ def load_ahead(source: str) -> None:
 
 
 def _load_quietly(source: str) -> None:
-    with contextlib.suppress(CompileError):  # whoever needs it is told
+    with unhurried(), contextlib.suppress(CompileError):  # whoever needs it is told
         load(source)
 
 

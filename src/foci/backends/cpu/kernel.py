@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ Tensors = tuple[Tensor | None, ...]
 _LAYOUT: Final = struct.Struct("<61q2d10q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
 _NO_GRADIENTS: Final = (None, None, None, None)
+_NO_OFFSETS: Final = (None, None, None, None)
+_NOTHING_KEPT: Final = (b"", b"", b"")  # of a function that reads no tensor and no number
+_NULL: Final = (0, 0, 0)
 _NO_CLASSES: Final = (0, 0, 0)  # the kernel finds those of the mask itself
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
 _ADDED_IN_PLACE: Final = 16  # copies of a gradient, at most
@@ -59,17 +63,21 @@ class Arguments:
     def __init__(self, operands: Operands) -> None:
         query, key = operands.query, operands.key
         self.operands = operands
-        self.offsets = tuple(
-            None if t is None else t.to(torch.int64).contiguous()
-            for t in (operands.cu_q, operands.cu_kv, operands.q_lengths, operands.kv_lengths)
-        )
+        self.offsets: Tensors = _NO_OFFSETS
+        if operands.cu_q is not None:
+            self.offsets = tuple(
+                None if t is None else t.to(torch.int64).contiguous()
+                for t in (operands.cu_q, operands.cu_kv, operands.q_lengths, operands.kv_lengths)
+            )
         tensors = operands.captures if operands.blocks is None else (*operands.captures, operands.blocks)
-        entries = [n for t in tensors for n in (t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (0,)))]
-        self.kept = (
-            struct.pack(f"<{len(entries)}q", *entries),
-            struct.pack(f"<{len(operands.ints)}q", *operands.ints),
-            struct.pack(f"<{len(operands.floats)}d", *operands.floats),
-        )
+        self.kept = _NOTHING_KEPT
+        if tensors or operands.ints or operands.floats:
+            entries = [n for t in tensors for n in (t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (0,)))]
+            self.kept = (
+                struct.pack(f"<{len(entries)}q", *entries),
+                struct.pack(f"<{len(operands.ints)}q", *operands.ints),
+                struct.pack(f"<{len(operands.floats)}d", *operands.floats),
+            )
         batch, q_heads, q_tokens, _ = query.shape
         kv_heads, kv_tokens = key.shape[1:3]
         q_len, kv_len = q_tokens, kv_tokens
@@ -97,16 +105,14 @@ class Arguments:
         `gradients` says where those of captured tensors go, `tasks` how the backward's tasks are split and grouped.
         """
         o = self.operands
-        described = [n for t in (o.query, o.key, o.value, *tensors) for n in _described(t)]
-        pointers = (
-            *(_bytes_address(buffer) for buffer in self.kept[:1]),
-            _bytes_address(gradients),
-            *(_bytes_address(buffer) for buffer in self.kept[1:]),
-        )
-        keep_scale = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0
+        captures, ints, floats = _NULL if self.kept is _NOTHING_KEPT else map(_bytes_address, self.kept)
+        keep_scale, threshold = 1.0, 0
+        if o.dropout_p:
+            keep_scale, threshold = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0, dropout.threshold(o.dropout_p)
         return _LAYOUT.pack(
-            *described, *map(_address, rows), *self.sizes, *map(_address, self.offsets), *pointers, _address(o.seed),
-            o.scale, keep_scale, dropout.threshold(o.dropout_p), int(o.dropout_p >= 1), self.threads, *tasks, *_NO_CLASSES,
+            *itertools.chain.from_iterable(map(_described, (o.query, o.key, o.value, *tensors))), *map(_address, rows), *self.sizes,
+            *map(_address, self.offsets), captures, _bytes_address(gradients), ints, floats, _address(o.seed),
+            o.scale, keep_scale, threshold, int(o.dropout_p >= 1), self.threads, *tasks, *_NO_CLASSES,
         )  # fmt: skip
 
 

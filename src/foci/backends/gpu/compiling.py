@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
@@ -194,7 +194,9 @@ def _compile(new: Sequence[Waiting]) -> None:
     if active_mode is None or active_mode.get() is not None:
         return  # each compiles when it is launched
     names = dict.fromkeys(str(each.function.__name__) for each in new if not each.is_ahead)
-    with compiling(f"{len(new)} kernels: {', '.join(names)}" if len(new) > 1 else f"the kernel {', '.join(names)}"):
+    what = f"{len(new)} kernels: {', '.join(names)}" if len(new) > 1 else f"the kernel {', '.join(names)}"
+    # nobody waits for kernels that only later passes launch
+    with compiling(what) if names else nullcontext():
         _compile_side_by_side(new, active_mode)
 
 
