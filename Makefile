@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel kernels-wheel hub resolve demo check test test-all newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
+.PHONY: help venv wheel kernels-wheel hub resolve demo check test test-all check-cache newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,12 @@ test: $(STAMP) ## the suite, with a tenth of the largest tests' cases
 test-all: $(STAMP) ## every case of every test: more than an hour
 	$(say) "all cases of all tests on $(JOBS) processes: a minute to collect, then a line for every 70 tests"
 	@$(PYTEST) --durations=15 $(ARGS)
+
+# Conformance tests call kernels directly; these call the library, again and again, through every entry point.
+check-cache: $(STAMP) ## tests of repeated calls, in which every cache builds anew what it returns and compares
+	$(say) "repeated calls with FOCI_CHECK_CACHE=1 and $(SAMPLE) on $(JOBS) processes"
+	@FOCI_CHECK_CACHE=1 $(PYTEST) -q $(SAMPLE) tests/test_cache_check.py tests/api/test_recall.py tests/api/test_call_spec.py \
+		tests/api/test_handed_over.py tests/backends/test_aten.py tests/backends/test_dropout_backends.py $(ARGS)
 
 newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## GPU kernels of every kind, compiled by the newest Triton
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
