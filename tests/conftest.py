@@ -43,6 +43,7 @@ OF_MANY_CASES = frozenset(
         "backends/test_cpu_headers.py",
         "backends/test_excluded.py",
         "backends/test_launch_lists.py::test_launches_are_those_recorded",
+        "backends/test_precompile_lengths.py",
         "backends/test_row_gradients.py",
         "backends/test_spec_launches.py",
         "backends/test_triton.py::test_kernels_in_the_interpreter",

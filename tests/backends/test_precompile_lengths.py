@@ -63,3 +63,9 @@ def test_other_sizes_need_no_other_kernel(problem: Problem, arch, monkeypatch):
         nearest = min(alike, key=lambda other: len(kernel.differences(other)), default=None)
         lines.append(f"{kernel.name} {found[kernel][:3]} {nearest and kernel.differences(nearest)}")
     assert not new, "\n".join(lines)
+
+
+@pytest.mark.parametrize("problem", [p for p in make_problems() if p.needs_grad and p.dim == 64 and p.kind != "varlen document"], ids=str)
+def test_the_short_kernels_of_a_backward_are_one_for_all_sizes(problem, monkeypatch):
+    kernels = by_name(precompiled(90, problem, monkeypatch))
+    assert [len(kernels[name]) for name in ("finish_query_gradient", "begin_gradients")] == [1, 2 if problem.kind == "plain" else 1]

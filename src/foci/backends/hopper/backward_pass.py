@@ -373,7 +373,7 @@ class HopperBackward:
         launches.add(
             finish_query_gradient, (batch * heads * by_query.tasks, shape.tile_q // 64 * self.widths[0] // columns),
             added, order, grads[0], call.strides.dq, self.builder.size(call, heads, by_query.tasks), by_query.spans,
-            operands.scale, config, call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
+            operands.scale, self._build_config(call, shape, "all"), call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
 
     def _rank_key_tiles(self, call: Pass, visits: TileTable, tiles: TileShape, tasks: int) -> Tensor | None:
