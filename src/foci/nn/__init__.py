@@ -9,7 +9,7 @@ Example:
     torch.Size([2, 6, 32])
 """
 
-from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
+from foci.nn.attention import MultiheadAttention
 from foci.nn.cache import KVCache
 from foci.nn.convert import convert
 from foci.nn.cuda_graphs.capture import capture, release
@@ -18,6 +18,7 @@ from foci.nn.encoder import TransformerEncoder, TransformerEncoderLayer
 from foci.nn.linear import PaddedLinear
 from foci.nn.packing import Packing
 from foci.nn.rotary import RotaryEmbedding
+from foci.nn.sliding_window import SlidingWindowAttention
 from foci.nn.transformer import Transformer
 
 __all__ = [

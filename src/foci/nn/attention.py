@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 import foci
-from foci.compat.modules import reset_attention_parameters
 from foci.dispatch import run, run_packed
 from foci.nn import masking, torchscript
+from foci.nn.attention_inputs import (
+    Projected,
+    are_same_sequences,
+    cut_mask,
+    hidden_of,
+    of_sequences,
+    packing_of,
+    pair_of,
+    unsqueezed,
+    within_mask,
+)
 from foci.nn.cache import LayerCache, Memory, Stored
 from foci.nn.fx_leaf import is_traced, leaf
+from foci.nn.grouped_heads import Variant, group, plug, regroup
 from foci.nn.linear_ops import linear
 from foci.nn.masking import Functions
-from foci.nn.packing import Packing, Pair, append_rows, check_same_sequences, pack_nested, pack_whole, round_bound
+from foci.nn.packing import Packing, Pair, append_rows, check_same_sequences, round_bound
 from foci.nn.rotary import RotaryEmbedding
-from foci.nn.skip_module_call import is_alone, is_silent, parameter, project_out
+from foci.nn.skip_module_call import parameter, project_out
 from foci.normalize import check_outputs
 from foci.prepare import Extras, check_is_tensor
 from foci.problem import Outputs
 from foci.variant import Mask, Score, check_heads
 
-__all__ = ["MultiheadAttention", "SlidingWindowAttention", "adopt", "attended", "is_plain_attention"]
+__all__ = ["MultiheadAttention", "adopt"]
 
-Variant: TypeAlias = Callable[..., Any] | torch.nn.Module | None
-Projected: TypeAlias = tuple[Tensor, Tensor, Tensor]
 _OUT: Final = Outputs()
 _NEEDS_MASK: Final = (
     "Need attn_mask if specifying the is_causal hint. "
@@ -81,24 +89,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "num_kv_heads" not in self.__dict__:  # pickled by torch.nn
-            _plug(self, num_kv_heads=self.num_heads)
+            plug(self, num_kv_heads=self.num_heads)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "num_heads" and "num_kv_heads" in self.__dict__:
-            self._regroup(value)
+            regroup(self, value)
         super().__setattr__(name, value)
-
-    def _regroup(self, num_heads: int) -> None:
-        """Other heads over the same parameters, as torch's attention takes them: head dim and key heads follow."""
-        own: Any = self
-        width = own.num_kv_heads * own.head_dim
-        head_dim, rest = divmod(self.embed_dim, num_heads)
-        if rest or width % head_dim or num_heads % (width // head_dim):
-            raise ValueError(
-                f"num_heads must divide embed_dim = {self.embed_dim}, and be a multiple of key heads over {width} features of keys; "
-                f"got {num_heads}"
-            )
-        own.head_dim, own.num_kv_heads = head_dim, width // head_dim
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -157,7 +153,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if return_aux is not None:
                 return self._with_statistics(inputs, padding, attn_mask, is_causal=is_causal, asked=return_aux)[:2]
             if need_weights:
-                return self._weighed(inputs, _pair(padding), attn_mask, average=average, is_causal=is_causal)
+                return self._weighed(inputs, pair_of(padding), attn_mask, average=average, is_causal=is_causal)
             return self._packed(inputs, padding, attn_mask, is_causal=is_causal), None
         if query.is_nested or key.is_nested or value.is_nested:
             if isinstance(cache, LayerCache):
@@ -170,7 +166,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if is_causal and attn_mask is None and not isinstance(cache, LayerCache):
             raise RuntimeError(_NEEDS_MASK)
         if not batched:
-            query, key, value = _unsqueezed((query, key, value), 0 if self.batch_first else 1)
+            query, key, value = unsqueezed((query, key, value), 0 if self.batch_first else 1)
             padding = None if padding is None else padding.unsqueeze(0)
         self._check_inputs(query, key, value)
         out, aux = self._dense((query, key, value), padding, attn_mask, is_causal=is_causal, cache=cache, asked=asked)
@@ -385,7 +381,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool
     ) -> tuple[Projected, Functions, Extras]:  # fmt: skip
         """What `run_packed` is given for tokens."""
-        query, key = _within(_pair(padding), attn_mask, is_causal=is_causal)
+        query, key = within_mask(pair_of(padding), attn_mask, is_causal=is_causal)
         if not inputs[0].dim() == inputs[1].dim() == inputs[2].dim() == 2:
             got = ", ".join(str(t.dim()) for t in inputs)
             raise ValueError(f"query, key and value beside a Packing must be tokens [tokens, features]; got {got} dimensions")
@@ -411,7 +407,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Mask and score of indices within packed sequences."""
         functions = self._own()
         if attn_mask is not None and not is_causal:
-            matrix = masking.explicit(_cut(attn_mask, query, key), (query.shape[1], key.shape[1]), batch=query.batch, heads=self.num_heads)
+            matrix = masking.explicit(
+                cut_mask(attn_mask, query, key), (query.shape[1], key.shape[1]), batch=query.batch, heads=self.num_heads
+            )
             functions = functions.and_(masking.matrix(matrix))
         elif is_causal and query is not key:
             functions = functions.and_(masking.CAUSAL)
@@ -435,8 +433,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if padding is not None:
             raise ValueError("nested inputs take no key_padding_mask: their offsets say where each sequence ends")
         query, key, value = inputs
-        query_packing = _packing(query, batch_first=self.batch_first)
-        key_packing = query_packing if _same_sequences(query, key) else _packing(key, batch_first=self.batch_first)
+        query_packing = packing_of(query, batch_first=self.batch_first)
+        key_packing = query_packing if are_same_sequences(query, key) else packing_of(key, batch_first=self.batch_first)
         if value is not key:
             check_same_sequences(key, value, key_packing)
         q = query_packing.pack(query)
@@ -445,8 +443,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         packings = Pair(query_packing, key_packing)
         if return_aux is not None:
             out, aux, ends = self._with_statistics((q, k, v), packings, attn_mask, is_causal=is_causal, asked=return_aux)
-            lse, row_max = (_of_sequences(t, query_packing.offsets, query_packing) for t in (aux.lse, aux.row_max))
-            return query_packing.pad(out), foci.AuxOutput(lse, row_max, _of_sequences(aux.column_sums, ends, key_packing), None)
+            lse, row_max = (of_sequences(t, query_packing.offsets, query_packing) for t in (aux.lse, aux.row_max))
+            return query_packing.pad(out), foci.AuxOutput(lse, row_max, of_sequences(aux.column_sums, ends, key_packing), None)
         if not need_weights:
             return query_packing.pad(self._packed((q, k, v), packings, attn_mask, is_causal=is_causal)), None
         out, weights = self._weighed((q, k, v), packings, attn_mask, average=average, is_causal=is_causal)
@@ -456,48 +454,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, tokens: Projected, packings: Pair, attn_mask: Tensor | None, *, average: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output of tokens [T, E], [Tk, Ek] and [Tk, Ev], and weights of the padded batch, zeros where there is padding."""
-        query, key = packings = _within(packings, attn_mask, is_causal=is_causal)
+        query, key = packings = within_mask(packings, attn_mask, is_causal=is_causal)
         padded = (packing.spread(t) for t, packing in zip(tokens, (query, key, key), strict=True))
         q, k, v = (t if self.batch_first else t.transpose(0, 1) for t in padded)
-        hidden, blocked = (_hidden(packing, t) for packing, t in zip(packings, tokens, strict=False))
+        hidden, blocked = (hidden_of(packing, t) for packing, t in zip(packings, tokens, strict=False))
         if key.bias is not None:
             blocked = key.spread(key.bias).masked_fill(blocked, -torch.inf)
-        attn_mask = None if attn_mask is None else _cut(attn_mask, query, key)
+        attn_mask = None if attn_mask is None else cut_mask(attn_mask, query, key)
         out, weights = self._attend(q, k, v, blocked, True, attn_mask, average, is_causal, None, None)
         out = out if self.batch_first else out.transpose(0, 1)
         return query.gathered(out, tokens[0].shape[0]), weights.masked_fill(
             hidden[:, :, None] if average else hidden[:, None, :, None], 0.0
         )
-
-
-class SlidingWindowAttention(MultiheadAttention):
-    """`MultiheadAttention` in which a query sees the keys near it (Beltagy et al., 2020, section 3.1).
-
-    Args:
-        embed_dim, num_heads: as in `MultiheadAttention`.
-        left, right: how many keys before and after its own position a query sees; None for all.
-        dropout, bias, batch_first, num_kv_heads, rotary, device, dtype: as in `MultiheadAttention`.
-
-    Raises:
-        ValueError: for a negative window.
-
-    Example:
-        >>> import torch, foci.nn
-        >>> attention = foci.nn.SlidingWindowAttention(32, 4, left=16, batch_first=True)
-        >>> x = torch.randn(1, 100, 32)
-        >>> attention(x, x, x, need_weights=False)[0].shape
-        torch.Size([1, 100, 32])
-    """
-
-    def __init__(
-        self, embed_dim: int, num_heads: int, *, left: int | None, right: int | None = 0, dropout: float = 0.0, bias: bool = True,
-        batch_first: bool = False, num_kv_heads: int | None = None, rotary: RotaryEmbedding | None = None, device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype, num_kv_heads=num_kv_heads,
-            rotary=rotary, mask=foci.masks.window(left, right),
-        )  # fmt: skip
 
 
 def adopt(
@@ -522,100 +490,6 @@ def adopt(
         raise ValueError(f"num_kv_heads must divide num_heads = {module.num_heads}; got {num_kv_heads}")
     if not isinstance(module, MultiheadAttention):
         module.__class__ = MultiheadAttention
-    _plug(module, num_kv_heads=heads, rotary=rotary, mask=mask, score=score)
+    plug(module, num_kv_heads=heads, rotary=rotary, mask=mask, score=score)
     if heads != module.num_heads:
-        _group(module, heads * module.head_dim)
-
-
-def _plug(module: Any, *, num_kv_heads: int, rotary: Any = None, mask: Variant = None, score: Variant = None) -> None:
-    module.num_kv_heads = num_kv_heads
-    module.rotary, module.mask, module.score = rotary, mask, score
-
-
-def _group(module: torch.nn.MultiheadAttention, width: int) -> None:
-    """Parameters for keys and values of `width` features."""
-    size = module.embed_dim
-    packed: Tensor | None = module.in_proj_weight
-
-    def empty(like: Tensor, *shape: int) -> torch.nn.Parameter:
-        return torch.nn.Parameter(like.new_empty(shape))
-
-    if packed is not None:
-        module.in_proj_weight = empty(packed, size + 2 * width, size)
-    else:
-        assert module.k_proj_weight is not None and module.v_proj_weight is not None
-        module.k_proj_weight = empty(module.k_proj_weight, width, module.kdim)
-        module.v_proj_weight = empty(module.v_proj_weight, width, module.vdim)
-    if module.in_proj_bias is not None:
-        module.in_proj_bias = empty(module.in_proj_bias, size + 2 * width)
-    if module.bias_k is not None and module.bias_v is not None:
-        module.bias_k, module.bias_v = (empty(module.bias_k, 1, 1, width) for _ in range(2))
-    reset_attention_parameters(module)
-
-
-def is_plain_attention(module: Any) -> bool:
-    """Whether the module computes as `MultiheadAttention` does, so that it may be given packed tokens."""
-    return isinstance(module, MultiheadAttention) and type(module).forward is MultiheadAttention.forward and "forward" not in vars(module)
-
-
-def attended(
-    attention: Any, inputs: Projected, attn_mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | Memory | None
-) -> Tensor:
-    """What a layer's attention gives without weights."""
-    if isinstance(padding, (Packing, Pair)) and is_plain_attention(attention) and is_silent(attention) and is_alone():
-        return attention._packed(inputs, padding, attn_mask, is_causal=is_causal)  # type: ignore[no-any-return]
-    more = {} if cache is None else {"cache": cache}  # other modules know no cache
-    out: Tensor = attention(*inputs, attn_mask=attn_mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal, **more)[0]
-    return out
-
-
-def _unsqueezed(inputs: Projected, dim: int) -> Projected:
-    """A batch of one; inputs that are one tensor stay one."""
-    query, key, value = inputs
-    q = query.unsqueeze(dim)
-    k = q if key is query else key.unsqueeze(dim)
-    return q, k, k if value is key else value.unsqueeze(dim)
-
-
-def _packing(tensor: Tensor, *, batch_first: bool) -> Packing:
-    return pack_nested(tensor) if tensor.is_nested else pack_whole(tensor, batch_first=batch_first)
-
-
-def _of_sequences(rows: Tensor | None, offsets: Tensor, packing: Packing) -> Tensor | None:
-    """[H, T] as a NestedTensor [B, H, ragged], or [B, H, S] where the batch was none."""
-    if rows is None:
-        return None
-    if packing.nested is None:
-        return torch.unflatten(rows, 1, (packing.batch, -1)).transpose(0, 1)
-    return torch.nested.nested_tensor_from_jagged(rows.T, offsets=offsets).transpose(1, 2)
-
-
-def _pair(padding: Packing | Pair) -> Pair:
-    return padding if isinstance(padding, Pair) else Pair(padding, padding)
-
-
-def _within(packings: Pair, attn_mask: Tensor | None, *, is_causal: bool) -> Pair:
-    """Packings whose unknown lengths are those of a mask that is read."""
-    if attn_mask is None or is_causal or attn_mask.dim() < 2:
-        return packings
-    query = packings.query.within(attn_mask.shape[-2])
-    return Pair(query, query if packings.key is packings.query else packings.key.within(attn_mask.shape[-1]))
-
-
-def _cut(attn_mask: Tensor, query: Packing, key: Packing) -> Tensor:
-    """The part of a mask for longer sequences that is about nested ones."""
-    if query.nested is not None and attn_mask.dim() > 1:
-        attn_mask = attn_mask[..., : query.shape[1], :]
-    return attn_mask if key.nested is None else attn_mask[..., : key.shape[1]]
-
-
-def _hidden(packing: Packing, tokens: Tensor) -> Tensor:
-    """bool [B, S], where no token is."""
-    return ~packing.spread(torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device))
-
-
-def _same_sequences(query: Tensor, key: Tensor) -> bool:
-    if query is key:
-        return True
-    jagged = query.is_nested and key.is_nested and query.layout == key.layout == torch.jagged
-    return jagged and query.offsets() is key.offsets()  # type: ignore[attr-defined]
+        group(module, heads * module.head_dim)

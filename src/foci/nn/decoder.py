@@ -12,7 +12,7 @@ from torch.nn.functional import relu
 
 from foci.compat.modules import submodules
 from foci.nn import torchscript
-from foci.nn.attention import Variant, adopt, attended
+from foci.nn.attention import adopt
 from foci.nn.cache import KVCache, LayerCache, Memory, check_cache
 from foci.nn.encoder import (
     Activation,
@@ -26,6 +26,8 @@ from foci.nn.encoder import (
     why_not_tokens,
 )
 from foci.nn.fx_leaf import is_traced, leaf
+from foci.nn.grouped_heads import Variant
+from foci.nn.layer_attention import attended
 from foci.nn.masking import check_input, check_mask, detect_causal
 from foci.nn.packing import Packing, Pair, is_nested, pack_batch, pack_pair, restore_batch
 from foci.nn.rotary import RotaryEmbedding

@@ -14,10 +14,12 @@ from torch.nn.functional import relu
 
 from foci.compat.modules import submodules
 from foci.nn import torchscript
-from foci.nn.attention import Variant, adopt, attended, is_plain_attention
+from foci.nn.attention import adopt
 from foci.nn.cache import KVCache, LayerCache, check_cache
 from foci.nn.fused_encoder import noted
 from foci.nn.fx_leaf import is_traced, leaf
+from foci.nn.grouped_heads import Variant
+from foci.nn.layer_attention import attended, is_plain_attention
 from foci.nn.masking import check_input, check_mask, check_variants, detect_causal
 from foci.nn.packing import Packing, is_nested, pack_batch, restore_batch
 from foci.nn.rotary import RotaryEmbedding

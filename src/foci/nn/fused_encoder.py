@@ -18,12 +18,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from foci.compat.modules import submodules
 from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing, version_of
 from foci.environment import allowed_backends, read_environment
-from foci.nn.attention import MultiheadAttention, SlidingWindowAttention
+from foci.nn.attention import MultiheadAttention
 from foci.nn.fused_rowwise import layer_rows
 from foci.nn.layer_autograd import compute_layer_saving
 from foci.nn.layer_ops import Attention, Heads, InferenceOps, LayerOps, Plan, compute_layer
 from foci.nn.packing import Packing, round_bound
 from foci.nn.skip_module_call import HOOKS, is_silent
+from foci.nn.sliding_window import SlidingWindowAttention
 from foci.operator import is_plain_eager
 
 __all__ = ["Stack", "noted"]
