@@ -17,7 +17,7 @@ from foci.backends.sequences import check_pages, check_spans, is_empty, without_
 from foci.context import Call, observers
 from foci.environment import Allowed, Environment, autocast_dtype
 from foci.planner import Decision, NoViableBackend, choose, target_of
-from foci.precompile_lengths import precompile_lengths
+from foci.precompile_lengths import is_wanted, precompile_lengths
 from foci.prepare import check_room
 from foci.problem import (
     Cotangents,
@@ -209,7 +209,7 @@ def run_forward(call: Chosen, operands: Operands) -> Results:
             check_room(call.formula.variant, operands.captures, {"kv_idx": int(operands.kv_lengths.max())})
     if not is_empty(operands):
         results = _forward(call.decision, call.kernel, operands)
-        if operands.query.is_cuda:
+        if is_wanted(operands):
             target, allowed = call.decision.target, call.allowed
             precompile_lengths(call.decision.problem, operands, lambda problem: _built(choose(problem, target, allowed))[1])
         return results

@@ -15,11 +15,11 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from foci.backends.compile_priority import unhurried
+from foci.backends.compile_priority import Submit, in_background, is_stopping, unhurried
 from foci.backends.compile_workers import compile_workers
 from foci.problem import Layout, Operands, Problem, bucket, gradient_strides, is_aligned
 
-__all__ = ["Precompiles", "Sizes", "meta_operands", "other_sizes", "precompile_lengths"]
+__all__ = ["Precompiles", "Sizes", "is_wanted", "meta_operands", "other_sizes", "precompile_lengths", "precompile_offline"]
 
 
 @runtime_checkable
@@ -71,8 +71,8 @@ def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable
         kernel_of: plans a problem, and returns its kernel.
 
     Returns:
-        the thread; None if there is nothing to do. Calls with a block mask or pages, and gradients of captured tensors, are left out: these
-        compile at their first call.
+        the thread; None if there is nothing to do, or no worker process to do it, as on a machine of few cores. Calls with a block mask or
+        pages, and gradients of captured tensors, are left out: these compile at their first call.
     """
     kind = replace(problem, batch=1, q_len=1, kv_len=1), operands.query.device
     if kind in _begun:
@@ -81,23 +81,41 @@ def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable
     is_other = problem.formula.block_size is not None or operands.page_table is not None or any(problem.capture_grads) or problem.tuned
     if is_other or not all(map(is_aligned, (operands.query, operands.key, operands.value))):
         return None
-    thread = threading.Thread(target=_precompile_all, args=(problem, operands, kernel_of), name="foci-lengths", daemon=True)
-    thread.start()
-    return thread
+    if _is_offline:
+        _precompile_all(problem, operands, kernel_of, None)
+        return None
+    workers = compile_workers()
+    return None if workers is None else in_background(_precompile_all, problem, operands, kernel_of, workers)
 
 
-def _precompile_all(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> None:
+_is_offline = False
+
+
+def is_wanted(operands: Operands) -> bool:
+    """Whether a call's kernels for other lengths are compiled ahead: on a GPU, or once `precompile_offline` was called."""
+    return operands.query.is_cuda or _is_offline
+
+
+def precompile_offline() -> None:
+    """From now on, compile kernels of other lengths in the calling thread, and also where no GPU is there: for kernel packs."""
+    global _is_offline
+    _is_offline = True
+
+
+def _precompile_all(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object], workers: Submit | None) -> None:
     kernel = kernel_of(problem)
     device = operands.query.device
     if isinstance(kernel, Precompiles):
         # a thread begins on the first GPU, whatever the caller's
         on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with torch.no_grad(), on_device, unhurried(compile_workers()):
+        with torch.no_grad(), on_device, unhurried(workers):
             kernel.precompile(_calls(problem, operands, kernel_of))
 
 
 def _calls(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> Iterator[tuple[object, Operands]]:
     for sizes in other_sizes(problem):
+        if is_stopping():
+            return
         batch, q_len, kv_len = map(bucket, sizes)
         yield kernel_of(replace(problem, batch=batch, q_len=q_len, kv_len=kv_len)), meta_operands(operands, sizes)
 

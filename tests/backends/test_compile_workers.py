@@ -1,6 +1,8 @@
 """Worker processes of the compiler: jobs are done elsewhere, a worker's end fails none silently, and idle workers end."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -50,3 +52,22 @@ def test_the_program_keeps_most_cores(cores, ranks, count, monkeypatch):
     assert (compile_workers.compile_workers() is not None) == (count > 0)
     if count:
         assert compile_workers._Pool._shared._count == count
+
+
+ENDS = """
+import time
+from foci.backends.compile_priority import in_background, is_stopping
+
+def work():
+    while not is_stopping():
+        time.sleep(0.01)
+    print("ended between two kernels")
+
+in_background(work)
+"""
+
+
+def test_a_thread_that_compiles_ahead_ends_before_the_interpreter():
+    """Which would end it in the middle of a compiler, and abort."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended between two kernels\n"), done.stderr

@@ -1,14 +1,16 @@
-"""Whether a caller waits for the kernels that this thread compiles, and whether other processes compile them."""
+"""Whether a caller waits for the a thread's kernels, and whether other processes compile them; threads that compile ahead."""
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Submit", "is_waited_for", "submit_elsewhere", "unhurried"]
+__all__ = ["Submit", "in_background", "is_stopping", "is_waited_for", "submit_elsewhere", "unhurried", "wait_for_background"]
 
 Submit: TypeAlias = Callable[[Callable[[bytes], None], bytes], "Future[Any]"]
 """(function, argument) -> future of the call in another process."""
@@ -36,3 +38,36 @@ def unhurried(submit: Submit | None = None) -> Iterator[None]:
     finally:
         _submit.reset(other)
         _waited.reset(before)
+
+
+_stopping: Final = threading.Event()
+_JOIN_SECONDS: Final = 30.0
+_NAME: Final = "foci-ahead"
+
+
+def in_background(function: Callable[..., None], *args: object) -> threading.Thread:
+    """Run a function in a thread that ends before the interpreter does: it asks `is_stopping` between two kernels.
+
+    The interpreter ends daemon threads wherever they are. In the middle of a compiler that aborts the process.
+    """
+    thread = threading.Thread(target=function, args=args, name=_NAME, daemon=True)
+    atexit.register(_stop, thread)
+    thread.start()
+    return thread
+
+
+def _stop(thread: threading.Thread) -> None:
+    _stopping.set()
+    thread.join(_JOIN_SECONDS)
+
+
+def wait_for_background() -> None:
+    """Wait until no thread compiles ahead."""
+    for thread in threading.enumerate():
+        if thread.name == _NAME:
+            thread.join()
+
+
+def is_stopping() -> bool:
+    """Whether the interpreter ends, so that nothing more is compiled ahead."""
+    return _stopping.is_set()

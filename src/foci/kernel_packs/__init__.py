@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foci.backends import disk, installed_packs
+from foci.backends.compile_priority import wait_for_background
 from foci.backends.pack_file import SUFFIX, BrokenPack, Entry, Pack, write_pack
 from foci.errors import ArgumentError
 
@@ -157,4 +158,5 @@ def warm() -> Iterator[None]:
 
     compiling = sys.modules.get("foci.backends.gpu.compiling")  # not imported where no GPU kernel was needed
     if compiling is not None:
+        wait_for_background()
         compiling.wait_for_ahead()

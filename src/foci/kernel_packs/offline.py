@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import foci
-from foci import planner
+from foci import kernel_packs, planner, precompile_lengths
 from foci.backends.gpu.architectures import OLDEST
 from foci.compat.triton import release
 from foci.errors import ArgumentError
@@ -133,7 +133,8 @@ def _run(arch: str, names: Sequence[str]) -> None:
         features = frozenset({"triton", f"triton-{'.'.join(map(str, release()))}"})
         planner.plan_for(torch.device("cpu"), Target("cuda", number, features))
         backends = ("hopper", "triton")
-    with foci.use(*backends):
+        precompile_lengths.precompile_offline()
+    with foci.use(*backends), kernel_packs.warm():
         for name in names:
             COMMON[name].run()
 

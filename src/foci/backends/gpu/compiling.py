@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import compiling, locked
-from foci.backends.compile_priority import is_waited_for, submit_elsewhere
+from foci.backends.compile_priority import is_stopping, is_waited_for, submit_elsewhere
 from foci.backends.contract import Unbuildable
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.backends.gpu.kernel_store import note, restore
@@ -215,6 +215,8 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
         mode.is_ahead = True
         later = [each for each in new if each.is_ahead]
         for each in reversed(later) if is_waited_for() else later:
+            if is_stopping():
+                break
             with suppress(Exception):
                 each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
     finally:
@@ -254,7 +256,7 @@ class _ParallelCompileMode:
 
     def __init__(self, beside: _Beside) -> None:
         self._beside = beside
-        self._waited: dict[str, tuple[Future[Any], Callable[[Any], None]]] = {}
+        self._waited: dict[str, tuple[Future[Any] | _Elsewhere, Callable[[Any], None]]] = {}
         self.is_ahead = False
 
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None], *_: object) -> None:
@@ -285,7 +287,7 @@ class _ParallelCompileMode:
                 finish(future.result())
 
 
-_begun: Final[OrderedDict[str, Future[Any]]] = OrderedDict()
+_begun: Final[OrderedDict[str, Future[Any] | _Elsewhere]] = OrderedDict()
 """Compilations begun ahead of the pass that launches the kernel; the oldest are dropped."""
 _MOST_BEGUN: Final = 128
 
@@ -304,7 +306,7 @@ class _Beside:
         self._pool = pool
         self._read: list[threading.Event] = []
 
-    def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any]:
+    def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _Elsewhere:
         """Compile a kernel in the pool, unless a kernel pack has it. `wait_until_read` waits for the part of it that runs in Python.
 
         Args:
@@ -318,15 +320,17 @@ class _Beside:
         sent = None if is_kept else _sent(made_of, key)
         if src is not None:
             src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
-        if src is not None and release() == (3, 6):
+        if src is not None and release() == (3, 6) and is_waited_for():
             self._pool.submit(_build_launcher, src)
         if is_kept:
             future = self._pool.submit(compile_it)
         elif sent is None:
             future = self._pool.submit(_compile_once, key, source, compile_it)
         else:
-            is_read.set()
-            future = self._pool.submit(_found, sent, source, compile_it)
+            if src is not None and release() == (3, 6):
+                with suppress(Exception):  # its load builds it again, and raises the error
+                    _build_launcher(src)
+            return _Elsewhere(sent, source, compile_it)
         future.add_done_callback(lambda _: is_read.set())
         self._read.append(is_read)
         return future
@@ -384,14 +388,24 @@ _LONGEST: Final = 60.0
 """Seconds to wait for a kernel from another process, including the kernels queued before it."""
 
 
-def _found(sent: Future[Any], source: KernelSource | None, compile_it: Callable[[], Any]) -> Any:
-    """The kernel that another process left in Triton's cache on disk. If that process failed or was too slow, it is compiled here."""
-    with suppress(Exception):
-        sent.result(_LONGEST)
-    compiled = compile_it()
-    if source is not None:
-        note(source)
-    return compiled
+class _Elsewhere:
+    """A kernel that another process compiles. No thread of this one waits for it, so that nothing keeps the process from ending."""
+
+    def __init__(self, sent: Future[Any], source: KernelSource | None, compile_it: Callable[[], Any]) -> None:
+        self._sent, self._source, self._compile_it = sent, source, compile_it
+        self._lock = threading.Lock()
+        self._found: Any = None
+
+    def result(self) -> Any:
+        """The kernel that the other process left in Triton's cache on disk. If that process failed or was too slow, it is compiled here."""
+        with self._lock:
+            if self._found is None:
+                with suppress(Exception):
+                    self._sent.result(_LONGEST)
+                self._found = self._compile_it()
+                if self._source is not None:
+                    note(self._source)
+            return self._found
 
 
 def _build_launcher(src: Any) -> None:
