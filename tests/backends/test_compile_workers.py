@@ -71,3 +71,13 @@ def test_a_thread_that_compiles_ahead_ends_before_the_interpreter():
     """Which would end it in the middle of a compiler, and abort."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "ended between two kernels\n"), done.stderr
+
+
+def test_a_job_that_no_worker_has_taken_can_be_cancelled(pool, tmp_path):
+    pool._running = 1  # as if a worker were busy
+    job = pool.submit(os.mkdir, str(tmp_path / "cancelled").encode())
+    assert job.cancel()
+    pool._running = 0
+    pool.submit(os.mkdir, str(tmp_path / "made").encode()).result(60)
+    assert (tmp_path / "made").is_dir()
+    assert not (tmp_path / "cancelled").exists()

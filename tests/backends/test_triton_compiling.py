@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import compiler as nvidia  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from foci.backends import compile_lock  # noqa: E402
+from foci.backends import compile_lock, compile_workers  # noqa: E402
 from foci.backends.compile_priority import unhurried  # noqa: E402
 from foci.backends.contract import Unbuildable  # noqa: E402
 from foci.backends.gpu import compiling  # noqa: E402
@@ -433,3 +433,22 @@ def test_nothing_is_said_of_kernels_that_nobody_waits_for(events, monkeypatch, c
     with compile_in_parallel():
         launch(first_kernel, 2)
     assert "first_kernel" in capsys.readouterr().err
+
+
+def test_a_kernel_that_no_worker_has_begun_is_compiled_here_when_it_is_needed(events):
+    jobs = []
+
+    def submit(function, argument):
+        jobs.append(compile_workers.Job(function, argument))
+        return jobs[-1]
+
+    with unhurried(submit), compile_in_parallel():
+        launch_ahead(first_kernel, (torch.zeros(16), 1), {"num_warps": 1})
+    assert len(jobs) == 1
+    assert not [event for event in events if event[0] == "compile"]
+    start = time.monotonic()
+    with compile_in_parallel():
+        launch(first_kernel)
+    assert time.monotonic() - start < compiling._LONGEST / 2
+    assert jobs[0].cancelled()
+    assert [event[:2] for event in events if event[0] != "launcher"] == [("compile", "first_kernel"), ("launch", "first_kernel")]

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import compiling, locked
 from foci.backends.compile_priority import is_stopping, is_waited_for, submit_elsewhere
+from foci.backends.compile_workers import Job
 from foci.backends.contract import Unbuildable
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.backends.gpu.kernel_store import note, restore
@@ -271,6 +272,8 @@ class _ParallelCompileMode:
         if key in self._waited:
             return
         begun = _begun.pop(key, None)
+        if isinstance(begun, _Elsewhere) and not self.is_ahead and begun.cancel():
+            begun = None  # no worker has taken it: it is compiled here at once
         future = self._beside.begin(key, compile_it) if begun is None else begun
         if self.is_ahead:
             _begun[key] = future
@@ -395,6 +398,10 @@ class _Elsewhere:
         self._sent, self._source, self._compile_it = sent, source, compile_it
         self._lock = threading.Lock()
         self._found: Any = None
+
+    def cancel(self) -> bool:
+        """Take the kernel back from worker processes of this package that have not begun it; False if one has."""
+        return isinstance(self._sent, Job) and self._sent.cancel()
 
     def result(self) -> Any:
         """The kernel that the other process left in Triton's cache on disk. If that process failed or was too slow, it is compiled here."""
