@@ -4,7 +4,7 @@ import pytest
 
 from features import PAGE, find_tests_by_row, rows, rows_named_by, with_tests
 
-PREFIXES = frozenset({"DIST", "ECO", "FLEX", "FUSE", "JAG", "MOD", "NOW", "PAD", "SDPA"})
+PREFIXES = frozenset({"DIST", "ECO", "FLEX", "FUSE", "JAG", "MOD", "NOW", "PAD", "SDPA", "START"})
 
 
 def test_each_row_is_named_by_a_test():

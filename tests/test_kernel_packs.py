@@ -76,6 +76,7 @@ FOREIGN = {
 }
 
 
+# START-02
 @pytest.mark.parametrize("damage", [*DAMAGE, *FOREIGN])
 def test_a_broken_pack_is_refused(tmp_path, damage):
     path = tmp_path / "a.foci-kernels"
@@ -118,6 +119,7 @@ def test_what_was_damaged_after_it_was_imported_is_said_and_not_used(tmp_path):
         assert installed_packs.packs("gpu") == ()
 
 
+# START-02
 def test_a_package_brings_a_pack(tmp_path, monkeypatch):
     package = tmp_path / "site" / "kernels_of_a_test"
     package.mkdir(parents=True)
@@ -146,6 +148,7 @@ with foci.use("cpu"):
 """
 
 
+# START-02
 @pytest.mark.skipif(isinstance(build.toolchain(), str), reason="no C++ compiler")
 def test_a_cpu_kernel_is_found_in_a_pack_where_there_is_no_compiler(tmp_path):
     first = run(CALL, FOCI_CACHE_DIR=str(tmp_path / "first"))
@@ -163,6 +166,7 @@ def test_a_cpu_kernel_is_found_in_a_pack_where_there_is_no_compiler(tmp_path):
     assert second.stdout == first.stdout
 
 
+# START-03
 @pytest.mark.skipif(isinstance(build.toolchain(), str), reason="no C++ compiler")
 def test_many_processes_compile_a_kernel_once(tmp_path):
     """Also where one of them is killed while it compiles."""
@@ -183,6 +187,7 @@ def test_many_processes_compile_a_kernel_once(tmp_path):
     assert log.read_text().count("x") == 2  # by the one that was killed, and by one of the others
 
 
+# START-03
 def test_a_lock_ends_with_its_process(tmp_path):
     code = "import sys, time; from foci.backends.compile_lock import locked\nwith locked('key'):\n    print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -198,6 +203,7 @@ def test_a_lock_ends_with_its_process(tmp_path):
         waiter.kill()
 
 
+# START-03
 @pytest.mark.parametrize(("quiet", "seconds", "says"), [("", 0.3, True), ("1", 0.3, False), ("", 0.0, False)])
 def test_a_long_wait_is_said_once(quiet, seconds, says, monkeypatch, capsys):
     monkeypatch.setenv("FOCI_QUIET", quiet)
@@ -247,6 +253,7 @@ def test_a_pack_of_gpu_kernels_says_what_it_is(small_pack):
         assert json.loads(next(content for name, content in files.items() if name.endswith(".json")))["hash"] == ""
 
 
+# START-02
 def test_what_a_pack_has_is_not_compiled(small_pack, tmp_path, monkeypatch):
     without, within = (disk.usable_folder(tmp_path / name) for name in ("without", "with"))
     run_offline(without)
@@ -257,6 +264,7 @@ def test_what_a_pack_has_is_not_compiled(small_pack, tmp_path, monkeypatch):
     assert compiled_in(within) == []
 
 
+# START-02
 def test_a_pack_is_built_reproducibly(small_pack, tmp_path):
     kernel_packs.build("sm_80", tmp_path / "again", select=SMALL, jobs=1)
     assert (tmp_path / "again").read_bytes() == small_pack.read_bytes()
@@ -283,6 +291,7 @@ def test_what_cannot_be_done_is_one_line(arguments, says, tmp_path, monkeypatch)
     assert says in " ".join(done.output.replace("│", " ").split())
 
 
+# START-02
 def test_packs_by_the_command(tmp_path):
     path = tmp_path / "a.foci-kernels"
     write_pack(path, "cpu", {"arch": "cpu"}, ENTRIES)
@@ -297,6 +306,7 @@ def test_packs_by_the_command(tmp_path):
         assert says in done.output
 
 
+# START-03
 def test_warm_runs_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; print('ran', sys.argv[1:]); sys.exit(3)")
@@ -305,6 +315,7 @@ def test_warm_runs_a_script(tmp_path):
     assert "ran ['--its', 'own']" in done.output
 
 
+# START-03
 def test_warm_waits_for_what_compiles_ahead(monkeypatch):
     waited = []
     compiling = pytest.importorskip("foci.backends.gpu.compiling", reason="Triton is not installed")

@@ -51,6 +51,7 @@ def precompiled(arch, problem, monkeypatch):
     return {*launched, *compiled}
 
 
+# START-01
 @pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
 @pytest.mark.parametrize("problem", make_problems(), ids=str)
 def test_other_sizes_need_no_other_kernel(problem: Problem, arch, monkeypatch):
