@@ -8,6 +8,7 @@ import hashlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Final
@@ -18,13 +19,14 @@ from foci.backends.compile_priority import is_waited_for
 __all__ = ["compiling", "locked"]
 
 _LOCKS: Final = 256  # files; two kernels that share one wait for each other
+_LONGEST: Final = 300.0  # seconds of a compilation
 _PATIENCE: Final = 1.0  # seconds of a wait about which nothing is said
 
 
 @contextlib.contextmanager
 def locked(key: str) -> Iterator[None]:
-    """Hold the lock of a kernel, which ends with the process that holds it; without a folder for locks, or where a file system has none,
-    nothing is held, and each process compiles for itself.
+    """Hold the lock of a kernel, which ends with the process that holds it. Nothing is held, and each process compiles for itself, where
+    there is no folder for locks, or the file system has none, and once a process has held it for longer than a compilation may take.
 
     Args:
         key: digest of what the kernel is compiled from.
@@ -36,8 +38,20 @@ def locked(key: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 descriptor = os.open(folder / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _take(descriptor)
         yield
+
+
+def _take(descriptor: int) -> None:
+    deadline, pause = time.monotonic() + _LONGEST, 0.01
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        else:
+            return
 
 
 _told: Final[ContextVar[bool]] = ContextVar("told", default=False)

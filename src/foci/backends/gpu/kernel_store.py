@@ -24,6 +24,7 @@ __all__ = ["facts", "meaning", "note", "noted", "restore"]
 
 _KINDS: Final = ("cubin", "json")
 """Files of a compiled kernel that a launch needs."""
+_MOST_NOTED: Final = 8 * 2**20  # bytes, of some twenty thousand kernels
 
 
 def meaning(made_of: KernelSource) -> str:
@@ -60,6 +61,7 @@ def note(made_of: KernelSource) -> None:
         line = {"name": made_of.name, "arch": made_of.target[1], "triton": _triton(), "files": cached_files(made_of)}
         with suppress(OSError):
             disk.write_atomically(path, json.dumps(line).encode())
+            disk.remove_oldest(path.parent, ".json", _MOST_NOTED)
 
 
 def noted(folder: Path) -> Iterator[tuple[int, Entry]]:
