@@ -15,6 +15,7 @@ PAGES = {
     "foci.scores": "Scores by name. Combine them with `>>`. The [gallery](../gallery.md) shows each one.",
     "foci.nn": "Transformer modules with torch.nn's arguments and parameters. [Modules](../modules.md) explains them.",
     "foci.integrations": "foci in transformers and in torch's registry. [Integrations](../integrations.md) explains them.",
+    "foci.kernel_packs": "Kernels compiled before they are needed. [First calls and kernel packs](../kernel-packs.md) explains them.",
     "foci.distributed": "Attention over tensors that the ranks of a process group share.",
 }
 

@@ -11,10 +11,10 @@ import pytest
 import foci
 
 SOURCE = Path(foci.__file__).parents[1]
-SUBMODULES = {"distributed", "fusion", "integrations", "nn"}
+SUBMODULES = {"distributed", "fusion", "integrations", "kernel_packs", "nn"}
 MODULES = {
     "foci": set(foci.__all__) | SUBMODULES,
-    **dict.fromkeys(("foci.distributed", "foci.fusion", "foci.integrations", "foci.masks", "foci.nn", "foci.scores")),
+    **dict.fromkeys(("foci.distributed", "foci.fusion", "foci.integrations", "foci.kernel_packs", "foci.masks", "foci.nn", "foci.scores")),
 }
 
 

@@ -78,6 +78,7 @@ _LATER = {
     "distributed": "foci.distributed",
     "fusion": "foci.fusion",
     "integrations": "foci.integrations",
+    "kernel_packs": "foci.kernel_packs",
     "nn": "foci.nn",
     "or_masks": "foci.mask_mods",
     "patch": "foci.integrations.patch",

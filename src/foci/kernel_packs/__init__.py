@@ -23,6 +23,10 @@ from foci.errors import ArgumentError
 __all__ = ["BrokenPack", "Built", "Pack", "build", "clear", "export", "import_pack", "installed", "warm"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 class Built(NamedTuple):
     """A pack that was written.
 
