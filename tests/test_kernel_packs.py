@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -85,6 +86,23 @@ def test_a_broken_pack_is_refused(tmp_path, damage):
     with pytest.raises(BrokenPack, match="a.foci-kernels is"):
         kernel_packs.import_pack(path)
     assert kernel_packs.installed() == []
+
+
+def test_no_change_of_a_byte_goes_unnoticed_or_unexplained(tmp_path):
+    path, draw = tmp_path / "a.foci-kernels", random.Random(0)
+    write_pack(path, "gpu", {}, ENTRIES)
+    whole = path.read_bytes()
+    for _ in range(3000):
+        content = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 4))):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content)
+        try:
+            pack = Pack(path)
+            found = [pack.entry(key) for key in pack.names]
+        except BrokenPack:
+            continue
+        assert all(entry.files in [known.files for known in ENTRIES] for entry in found)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"#!/bin/sh"])
@@ -201,6 +219,21 @@ def test_a_lock_ends_with_its_process(tmp_path):
     finally:
         holder.kill()
         waiter.kill()
+
+
+# START-03
+def test_a_process_forked_meanwhile_keeps_no_lock():
+    with compile_lock.locked("key"):
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+            os._exit(0)
+    began = time.monotonic()
+    with compile_lock.locked("key"):
+        took = time.monotonic() - began
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert took < 5
 
 
 # START-03

@@ -39,6 +39,7 @@ def locked(key: str) -> Iterator[None]:
                 descriptor = os.open(folder / f"{number}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, descriptor)
                 _take(descriptor)
+                stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
         yield
 
 

@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Submit", "in_background", "is_stopping", "is_waited_for", "submit_elsewhere", "unhurried", "wait_for_background"]
+__all__ = [
+    "OF_LIBRARIES",
+    "Submit",
+    "in_background",
+    "is_stopping",
+    "is_waited_for",
+    "submit_elsewhere",
+    "unhurried",
+    "wait_for_background",
+]
 
 Submit: TypeAlias = Callable[[Callable[[bytes], None], bytes], "Future[Any]"]
 """(function, argument) -> future of the call in another process."""
@@ -43,6 +52,8 @@ def unhurried(submit: Submit | None = None) -> Iterator[None]:
 _stopping: Final = threading.Event()
 _JOIN_SECONDS: Final = 30.0
 _NAME: Final = "foci-ahead"
+OF_LIBRARIES: Final = "foci-cxx"
+"""Name of threads that compile C++ libraries ahead: a compiler is another process, so that they may be ended at any time."""
 
 
 def in_background(function: Callable[..., None], *args: object) -> threading.Thread:
@@ -64,7 +75,7 @@ def _stop(thread: threading.Thread) -> None:
 def wait_for_background() -> None:
     """Wait until no thread compiles ahead."""
     for thread in threading.enumerate():
-        if thread.name == _NAME:
+        if thread.name in (_NAME, OF_LIBRARIES):
             thread.join()
 
 

@@ -8,6 +8,7 @@ no file is used whose digest differs. Two packs of the same entries have the sam
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import zipfile
@@ -100,11 +101,12 @@ class Pack:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        content = path.read_bytes()
         try:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 manifest = json.loads(_read(archive, _MANIFEST))
             self.kind, self.facts, self._entries = _parse(manifest)
-        except (zipfile.BadZipFile, KeyError, TypeError, ValueError, EOFError, NotImplementedError) as error:
+        except Exception as error:  # of any type: zipfile, zlib and json are given what anybody may have written
             raise BrokenPack(f"{path} is no kernel pack that this version of foci reads: {error}") from error
         self.names = {key: name for key, (name, _) in self._entries.items()}
 
@@ -124,7 +126,7 @@ class Pack:
                     files[file] = _read(archive, f"{key}/{file}")
                     if hashlib.sha256(files[file]).hexdigest() != digest:
                         raise ValueError(f"{file} of {name} has another digest than the manifest says")
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError) as error:
+        except Exception as error:  # as above
             raise BrokenPack(f"{self.path} is damaged: {error}") from error
         return Entry(key, name, files)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import foci
 from foci import masks, scores
 
-__all__ = ["COMMON", "Problem"]
+__all__ = ["COMMON", "Problem", "names_for"]
 
 _SEQUENCES = (300, 212, 512)
 _LENGTH = sum(_SEQUENCES)
@@ -61,7 +61,8 @@ _KINDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "alibi": lambda q, k, v: foci.attention(q, k, v, mask=masks.causal(), score=scores.alibi(_ALIBI.to(q.device))),
 }
 _DIMS = (64, 96, 128, 192, 256)
-_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""float32 on the CPU alone: see `names_for`."""
 
 
 def _tensors(batch: int, heads: tuple[int, int], lengths: tuple[int, int], dim: int, dtype: torch.dtype, *, learns: bool) -> list[Tensor]:
@@ -98,3 +99,8 @@ def _all() -> dict[str, Problem]:
 
 
 COMMON = _all()
+
+
+def names_for(arch: str) -> list[str]:
+    """Names of the problems that a common pack holds: on GPUs, those in half precision."""
+    return [name for name in COMMON if arch == "cpu" or "float32" not in name]

@@ -22,7 +22,7 @@ from foci import kernel_packs, planner, precompile_lengths
 from foci.backends.gpu.architectures import OLDEST
 from foci.compat.triton import release
 from foci.errors import ArgumentError
-from foci.kernel_packs.common import COMMON
+from foci.kernel_packs.common import COMMON, names_for
 from foci.problem import Target
 
 __all__ = ["check_arch", "compile_common"]
@@ -36,7 +36,7 @@ def compile_common(arch: str, select: str, folder: Path, jobs: int) -> None:
         RuntimeError: if a process fails.
     """
     check_arch(arch)
-    names = _selected(select)
+    names = _selected(select, arch)
     environment = {
         **os.environ, "FOCI_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton cache"), "FOCI_QUIET": "1",
         "FOCI_SELF_CHECK": "0", "OMP_NUM_THREADS": "1",
@@ -69,14 +69,14 @@ def check_arch(arch: str) -> None:
         raise ArgumentError(f"kernels for {arch} need Triton, which is not installed: pip install 'foci[gpu]'")
 
 
-def _selected(select: str) -> list[str]:
+def _selected(select: str, arch: str) -> list[str]:
     """Names of problems that hold one of the comma-separated words.
 
     Raises:
         ArgumentError: for a word that none holds.
     """
     if select == "common":
-        return [*COMMON]
+        return names_for(arch)
     found: dict[str, None] = {}
     for words in select.split(","):
         having = [name for name in COMMON if words.strip() in name]

@@ -80,7 +80,7 @@ def noted(folder: Path) -> Iterator[tuple[int, Entry]]:
 
 
 def _portable(name: str, content: bytes) -> bytes:
-    """A file without Triton's own key of the kernel, which holds for this machine alone."""
+    """A file without what holds for this machine alone: Triton's own key of the kernel, and where its libraries lie."""
     if not name.endswith(".json"):
         return content
-    return json.dumps({**json.loads(content), "hash": ""}, sort_keys=True).encode()
+    return json.dumps({**json.loads(content), "hash": "", "extern_libs": []}, sort_keys=True).encode()
