@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foci.backends.compile_priority import Submit, in_background, is_stopping, unhurried
 from foci.backends.compile_workers import compile_workers
+from foci.backends.contract import Kernel
 from foci.problem import Layout, Operands, Problem, bucket, gradient_strides, is_aligned
 
-__all__ = ["Precompiles", "Sizes", "is_wanted", "meta_operands", "other_sizes", "precompile_lengths", "precompile_offline"]
-
-
-@runtime_checkable
-class Precompiles(Protocol):
-    """A kernel that may need code of its own for some lengths."""
-
-    def precompile(self, calls: Iterable[tuple[object, Operands]], /) -> None:
-        """Compile what (kernel, operands without memory) and their backward would launch, in this order."""
-        ...
+__all__ = ["Sizes", "is_wanted", "meta_operands", "other_sizes", "precompile_lengths", "precompile_offline"]
 
 
 class Sizes(NamedTuple):
@@ -62,7 +54,7 @@ def other_sizes(problem: Problem) -> Iterator[Sizes]:
     )
 
 
-def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> threading.Thread | None:
+def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], Kernel]) -> threading.Thread | None:
     """Compile in a thread the kernels of other lengths, at the first call of a problem.
 
     Args:
@@ -102,17 +94,15 @@ def precompile_offline() -> None:
     _is_offline = True
 
 
-def _precompile_all(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object], workers: Submit | None) -> None:
-    kernel = kernel_of(problem)
+def _precompile_all(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], Kernel], workers: Submit | None) -> None:
     device = operands.query.device
-    if isinstance(kernel, Precompiles):
-        # a thread begins on the first GPU, whatever the caller's
-        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with torch.no_grad(), on_device, unhurried(workers):
-            kernel.precompile(_calls(problem, operands, kernel_of))
+    # a thread begins on the first GPU, whatever the caller's
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch.no_grad(), on_device, unhurried(workers):
+        kernel_of(problem).precompile(_calls(problem, operands, kernel_of))
 
 
-def _calls(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], object]) -> Iterator[tuple[object, Operands]]:
+def _calls(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], Kernel]) -> Iterator[tuple[Kernel, Operands]]:
     for sizes in other_sizes(problem):
         if is_stopping():
             return

@@ -1,4 +1,4 @@
-"""Whether a caller waits for the a thread's kernels, and whether other processes compile them; threads that compile ahead."""
+"""Whether a caller waits for a thread's kernels, and whether other processes compile them; threads that compile ahead."""
 
 from __future__ import annotations
 

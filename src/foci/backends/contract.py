@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -160,6 +160,14 @@ class Kernel(Protocol):
     ) -> BackwardOfRows | None:
         """Bind `launch_backward` to rows [T, E], as `bind_forward`."""
         return None
+
+    def precompile(self, calls: Iterable[tuple[Kernel, Operands]], /) -> None:
+        """Compile ahead what calls of other lengths, and their backward, would launch; by default nothing, as most kernels have one code.
+
+        Args:
+            calls: each with its kernel, which the planner chose for it, and operands without memory, in the order in which to compile.
+        """
+        return
 
 
 class ForwardOfRows(Protocol):

@@ -21,10 +21,10 @@ from foci import backends, masks
 from foci.api import AuxRequest, attention
 from foci.context import use
 from foci.core import PlannedCall, find_call
-from foci.environment import allowed_backends, read_environment
-from foci.execution import as_written, choose_kernel
+from foci.environment import allowed_backends
+from foci.execution import as_written
 from foci.functional import varlen_attn
-from foci.operator import as_batch, backward_now, make_outline, optional_tensors
+from foci.operator import as_batch, backward_now, optional_tensors, outline_of
 from foci.prepare import Extras, describe, prepare
 from foci.problem import Outputs
 from foci.variant import Mask
@@ -343,9 +343,8 @@ def _plan_backward(tensors: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ex
         return call
     query, key, value = tensors
     formula, operands = prepare((as_batch(query), as_batch(key), as_batch(value)) if packed else tensors, None, function, extras)
-    environment = read_environment(allowed, query.device.type)
-    chosen = choose_kernel(formula, operands, (True, True, True, (False,) * len(operands.captures)), environment)
-    return PlannedCall(make_outline(chosen, operands, packed=packed), (*tensors, *operands.captures), optional_tensors(operands))
+    every, needs = (*tensors, *operands.captures), (True, True, True, (False,) * len(operands.captures))
+    return PlannedCall(outline_of(formula, operands, every, needs, allowed, packed=packed), every, optional_tensors(operands))
 
 
 @contextlib.contextmanager

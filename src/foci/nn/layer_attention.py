@@ -1,4 +1,4 @@
-"""The attention of a layer, called as its module is or, where nobody looks on, by packed tokens."""
+"""The attention of a layer: its module is called, or, if it has no hooks and is no subclass, computed on packed tokens directly."""
 
 from __future__ import annotations
 

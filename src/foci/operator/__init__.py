@@ -16,7 +16,7 @@ from torch import Tensor
 from foci import cache_check, call_cache
 from foci.compat.torch import TransformType, are_transforms_open, count_dispatch_modes, has_tangent, is_jit_tracing, open_transforms
 from foci.environment import Allowed
-from foci.execution import Chosen, choose_kernel
+from foci.execution import choose_kernel
 from foci.operator import library as library  # registers the operators
 from foci.operator.autograd import (
     NOTHING,
@@ -27,6 +27,7 @@ from foci.operator.autograd import (
     bind_backward,
     bind_forward,
     forward_now,
+    make_outline,
     packed_rows,
 )
 from foci.operator.op_schema import flatten, formula_kernel, unpack_results
@@ -115,13 +116,6 @@ def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: Optio
 
 _apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
 """`EagerAttention.apply` less what serves torch.func alone, which `is_plain_eager` excludes."""
-
-
-def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, program: Program | None = None) -> Outline:
-    """These operands without their tensors."""
-    o, needs = operands, chosen.needs
-    learns = any(needs[:3]) or any(needs[3])
-    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, program, learns)
 
 
 def optional_tensors(operands: Operands) -> OptionalTensors:

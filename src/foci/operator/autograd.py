@@ -26,6 +26,7 @@ __all__ = [
     "bind_backward",
     "bind_forward",
     "forward_now",
+    "make_outline",
     "packed_rows",
 ]
 
@@ -72,6 +73,13 @@ class Outline(NamedTuple):
             query, key, value = as_batch(query), as_batch(key), as_batch(value)
         o = self
         return Operands(query, key, value, tuple(captures), o.ints, o.floats, o.scale, o.dropout_p, *optional, o.max_q, o.max_kv, o.program)
+
+
+def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, program: Program | None = None) -> Outline:
+    """These operands without their tensors."""
+    o, needs = operands, chosen.needs
+    learns = any(needs[:3]) or any(needs[3])
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, program, learns)
 
 
 def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:

@@ -17,7 +17,7 @@ from foci import cache_check, call_cache
 from foci.backends.contract import Given
 from foci.environment import Environment, allowed_backends
 from foci.execution import choose_kernel, launch_backward, run_backward
-from foci.operator.autograd import Outline, forward_now
+from foci.operator.autograd import Outline, forward_now, make_outline
 from foci.operator.op_schema import Flat, pack_results, unflatten
 from foci.problem import Cotangents, OptionalTensors, Program, Results, gradient_strides, result_strides
 from foci.spec import NO_NEEDS, CallSpec, Needs, spec_of_operator
@@ -196,9 +196,7 @@ def _outline(args: Sequence[Any], environment: Environment, needs: Needs, *, joi
     formula, operands, _ = unflatten(args)
     chosen = choose_kernel(formula, operands, needs, environment)
     # compiled code computes a new block mask at each call
-    program = Program(joined=joined) if operands.blocks is None else None
-    o = operands
-    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed=False, program=program, learns=False)
+    return make_outline(chosen, operands, program=Program(joined=joined) if operands.blocks is None else None)
 
 
 def _lying(tensor: Tensor, strides: Strides) -> Tensor:

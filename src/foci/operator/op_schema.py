@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.compat.fake import detect_fake_mode
 from foci.environment import Allowed
 from foci.execution import as_written
-from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Results
+from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, OptionalTensors, Results
 from foci.problem import Outputs as Asked
 from foci.spec import Needs
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Flat: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-OPTIONAL: Final = ("seed", "blocks", "cu_q", "cu_kv", "q_lengths", "kv_lengths", "page_table")
+OPTIONAL: Final = OptionalTensors._fields
 
 
 def formula_kernel(formula: Formula, operands: Operands) -> Results:
@@ -76,7 +76,7 @@ def flatten(formula: Formula, operands: Operands, allowed: Allowed) -> tuple[Any
     """The arguments of the operator. `unflatten` is its inverse."""
     o = operands
     return (
-        o.query, o.key, o.value, list(o.captures), *(getattr(o, name) for name in OPTIONAL), list(o.ints), list(o.floats),
+        o.query, o.key, o.value, list(o.captures), *o.optional, list(o.ints), list(o.floats),
         o.scale, o.dropout_p, o.max_q, o.max_kv, formula.line, "*" if allowed is None else ",".join(allowed),
     )  # fmt: skip
 

@@ -335,7 +335,7 @@ def load_ahead(source: str) -> None:
 
 
 def _load_quietly(source: str) -> None:
-    with unhurried(), contextlib.suppress(CompileError):  # whoever needs it is told
+    with unhurried(), contextlib.suppress(CompileError):  # `load` raises it again for the call that needs the library
         load(source)
 
 

@@ -196,7 +196,7 @@ def _compile(new: Sequence[Waiting]) -> None:
         return  # each compiles when it is launched
     names = dict.fromkeys(str(each.function.__name__) for each in new if not each.is_ahead)
     what = f"{len(new)} kernels: {', '.join(names)}" if len(new) > 1 else f"the kernel {', '.join(names)}"
-    # nobody waits for kernels that only later passes launch
+    # without names all kernels are for later passes, and no call waits here
     with compiling(what) if names else nullcontext():
         _compile_side_by_side(new, active_mode)
 
@@ -257,7 +257,7 @@ class _ParallelCompileMode:
 
     def __init__(self, beside: _Beside) -> None:
         self._beside = beside
-        self._waited: dict[str, tuple[Future[Any] | _Elsewhere, Callable[[Any], None]]] = {}
+        self._waited: dict[str, tuple[Future[Any] | _WorkerKernel, Callable[[Any], None]]] = {}
         self.is_ahead = False
 
     def submit(self, key: str, compile_it: Callable[[], Any], finish: Callable[[Any], None], *_: object) -> None:
@@ -272,7 +272,7 @@ class _ParallelCompileMode:
         if key in self._waited:
             return
         begun = _begun.pop(key, None)
-        if isinstance(begun, _Elsewhere) and not self.is_ahead and begun.cancel():
+        if isinstance(begun, _WorkerKernel) and not self.is_ahead and begun.cancel():
             begun = None  # no worker has taken it: it is compiled here at once
         future = self._beside.begin(key, compile_it) if begun is None else begun
         if self.is_ahead:
@@ -290,7 +290,7 @@ class _ParallelCompileMode:
                 finish(future.result())
 
 
-_begun: Final[OrderedDict[str, Future[Any] | _Elsewhere]] = OrderedDict()
+_begun: Final[OrderedDict[str, Future[Any] | _WorkerKernel]] = OrderedDict()
 """Compilations begun ahead of the pass that launches the kernel; the oldest are dropped."""
 _MOST_BEGUN: Final = 128
 
@@ -309,7 +309,7 @@ class _Beside:
         self._pool = pool
         self._read: list[threading.Event] = []
 
-    def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _Elsewhere:
+    def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _WorkerKernel:
         """Compile a kernel in the pool, unless a kernel pack has it. `wait_until_read` waits for the part of it that runs in Python.
 
         Args:
@@ -333,7 +333,7 @@ class _Beside:
             if src is not None and release() == (3, 6):
                 with suppress(Exception):  # its load builds it again, and raises the error
                     _build_launcher(src)
-            return _Elsewhere(sent, source, compile_it)
+            return _WorkerKernel(sent, source, compile_it)
         future.add_done_callback(lambda _: is_read.set())
         self._read.append(is_read)
         return future
@@ -391,7 +391,7 @@ _LONGEST: Final = 60.0
 """Seconds to wait for a kernel from another process, including the kernels queued before it."""
 
 
-class _Elsewhere:
+class _WorkerKernel:
     """A kernel that another process compiles. No thread of this one waits for it, so that nothing keeps the process from ending."""
 
     def __init__(self, sent: Future[Any], source: KernelSource | None, compile_it: Callable[[], Any]) -> None:

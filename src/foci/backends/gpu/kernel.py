@@ -117,12 +117,8 @@ class GpuKernel(RepeatablePasses, Kernel):
         gradients = Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
         return add_row_gradients(gradients, self.builder.problem, operands, results.lse, grad_lse)
 
-    def precompile(self, calls: Iterable[tuple[object, Operands]], /) -> None:
-        """Compile the kernels that calls of other lengths, and their backward, would launch, in the background and in this order.
-
-        Args:
-            calls: kernels, and operands whose query, key, value and offsets are on the device "meta".
-        """
+    def precompile(self, calls: Iterable[tuple[Kernel, Operands]], /) -> None:
+        """See `foci.backends.contract.Kernel`. Operands have query, key, value and offsets on the device "meta"."""
         with compile_in_parallel():
             for kernel, operands in calls:
                 # a call of these lengths raises the same error, where somebody sees it
