@@ -20,12 +20,9 @@ import torch
 import foci
 from foci import execution
 from foci.backends import disk
-from foci.backends.contract import Plan
 from foci.backends.cpu import build
-from foci.backends.cpu.kernel import CpuKernel
-from foci.backends.cpu.source import backward_source, forward_source
 from foci.planner import choose, target_of
-from foci.problem import Formula, Problem, Target
+from foci.problem import Formula, Problem
 from foci.trace_functions import bind
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
@@ -435,23 +432,3 @@ def test_all_who_wait_for_a_library_are_told_that_it_failed(nothing_loaded, monk
     with pytest.raises(build.CompileError, match="no room"):
         build.load("one")
     assert tries == ["one"]
-
-
-@pytest.mark.parametrize(("cores", "begins"), [(1, False), (2, True)])
-def test_a_backward_compiles_beside_the_forward_where_there_is_a_core_for_it(cores, begins, nothing_loaded, monkeypatch):
-    loaded, done = [], threading.Event()
-
-    def find(source, stem, compiler):
-        loaded.append((source, threading.current_thread() is threading.main_thread()))
-        if threading.current_thread() is not threading.main_thread():
-            done.set()
-        return SimpleNamespace(foci_forward=None)
-
-    monkeypatch.setattr(build, "_find", find)
-    monkeypatch.setattr(build, "is_kept", lambda source: False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    problem = Problem(Formula(bind(None, None, torch.device("cpu")).variant), torch.float32, 8, 8, 1, 1, 1, 16, 16, True, True, True)
-    CpuKernel(Plan("cpu", problem, Target("cpu", 0, frozenset({"cxx"}))))
-    if begins:
-        assert done.wait(30)
-    assert sorted(loaded) == sorted([(forward_source(problem), True), *([(backward_source(problem), False)] if begins else [])])

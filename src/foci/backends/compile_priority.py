@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
 __all__ = [
-    "OF_LIBRARIES",
     "Submit",
     "in_background",
     "is_stopping",
@@ -52,8 +51,6 @@ def unhurried(submit: Submit | None = None) -> Iterator[None]:
 _stopping: Final = threading.Event()
 _JOIN_SECONDS: Final = 30.0
 _NAME: Final = "foci-ahead"
-OF_LIBRARIES: Final = "foci-cxx"
-"""Name of threads that compile C++ libraries ahead: a compiler is another process, so that they may be ended at any time."""
 
 
 def in_background(function: Callable[..., None], *args: object) -> threading.Thread:
@@ -75,7 +72,7 @@ def _stop(thread: threading.Thread) -> None:
 def wait_for_background() -> None:
     """Wait until no thread compiles ahead."""
     for thread in threading.enumerate():
-        if thread.name in (_NAME, OF_LIBRARIES):
+        if thread.name == _NAME:
             thread.join()
 
 

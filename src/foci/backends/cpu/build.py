@@ -30,7 +30,6 @@ from typing import Final
 
 from foci.backends import disk, installed_packs
 from foci.backends.compile_lock import compiling, locked
-from foci.backends.compile_priority import OF_LIBRARIES, unhurried
 from foci.backends.contract import Unbuildable
 from foci.compat.releases import OLDEST_GXX
 
@@ -325,18 +324,6 @@ def load(source: str) -> ctypes.CDLL:
         return library
     finally:
         _building.pop(key, None)
-
-
-def load_ahead(source: str) -> None:
-    """Begin to `load` a library that will be needed, beside what the caller does. Does nothing where the caller has the only core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores > 1 and not is_kept(source):
-        threading.Thread(target=_load_quietly, args=(source,), name=OF_LIBRARIES, daemon=True).start()
-
-
-def _load_quietly(source: str) -> None:
-    with unhurried(), contextlib.suppress(CompileError):  # `load` raises it again for the call that needs the library
-        load(source)
 
 
 def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:

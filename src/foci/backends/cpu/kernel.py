@@ -122,14 +122,11 @@ def _bytes_address(content: bytes) -> int:
 
 
 class CpuKernel(Kernel):
-    """The native kernels of one plan. The backward compiles beside the forward where the machine has two cores, else when it is first
-    asked for."""
+    """The native kernels of one plan. The backward is compiled when it is first asked for."""
 
     def __init__(self, plan: Plan) -> None:
         self.problem = plan.problem
         self._backward: Entry | None = None
-        if plan.problem.needs_backward:
-            build.load_ahead(backward_source(plan.problem))
         library = build.load(forward_source(plan.problem))
         self._forward: Entry = library.foci_forward
         self._columns: Entry | None = library.foci_columns if plan.problem.formula.outputs.column_sums else None
