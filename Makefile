@@ -71,8 +71,8 @@ check-cache: $(STAMP) ## tests of repeated calls, in which every cache builds an
 newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## GPU kernels of every kind, compiled by the newest Triton
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"
 	PYTHONPATH=.newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/backends/hopper/test_forward_compile.py \
-		tests/backends/hopper/test_backward_compile.py tests/backends/test_triton_compile.py tests/backends/test_triton_compiling.py \
-		tests/backends/test_triton_launcher.py \
+		tests/backends/hopper/test_backward_compile.py tests/backends/triton_backend/test_triton_compile.py \
+		tests/backends/triton_backend/test_triton_compiling.py tests/backends/triton_backend/test_triton_launcher.py \
 		-k "compiling or launcher or (bounds and (dropout or 256 or decode or (document and (long or 64))))" $(ARGS)
 
 .newest/triton-$(NEWEST).dist-info:

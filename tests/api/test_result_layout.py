@@ -59,7 +59,7 @@ def test_results_lie_as_the_query_does(name, layout):
 @pytest.mark.parametrize("backend", ["aten", "blocked", "cpu", "reference", "triton"])
 def test_of_every_backend(backend, layout):
     if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("on the CPU triton runs in its interpreter: tests/backends/test_triton_interpreted.py")
+        pytest.skip("on the CPU triton runs in its interpreter: tests/backends/triton_backend/test_triton_interpreted.py")
     q, k, v = tensors(layout)
     with foci.use(backend):
         out = foci.attention(q, k, v)

@@ -1,5 +1,5 @@
 """Names of Triton and Gluon that are not public, and what foci does where they are missing. What kernels become without them:
-`tests/backends/hopper/test_forward_compile.py` and `tests/backends/test_triton_compiling.py`."""
+`tests/backends/hopper/test_forward_compile.py` and `tests/backends/triton_backend/test_triton_compiling.py`."""
 
 # NOW-03
 

@@ -42,7 +42,7 @@ VARIANTS = {
     "temperature of a head": (foci.Score(lambda s, b, h, q, k: s * SINKS[h].exp()), None),
     "sigmoid gate": (foci.Score(lambda s, b, h, q, k: s * torch.sigmoid(s)), None),
 }
-GOLDEN = Path(__file__).parent / "golden" / "triton.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "triton.txt"
 
 
 def golden():

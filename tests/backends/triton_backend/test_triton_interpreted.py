@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -28,9 +28,9 @@ PARTS = {
         4,
     ),
     "words": ("tests/backends/hopper/test_words.py", "words", 7),
-    "slopes": ("tests/backends/test_triton_slopes.py", "packed or turned or negative or scale", 5),
-    "learned": ("tests/backends/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
-    "visits": ("tests/backends/test_triton_visits.py", "share or documents or causal and 32", 6),
+    "slopes": ("tests/backends/triton_backend/test_triton_slopes.py", "packed or turned or negative or scale", 5),
+    "learned": ("tests/backends/triton_backend/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
+    "visits": ("tests/backends/triton_backend/test_triton_visits.py", "share or documents or causal and 32", 6),
     "ranks": ("tests/backends/hopper/test_ranks.py", "packed and window", 1),
     "paged": (
         "tests/api/test_paged.py",
@@ -38,8 +38,8 @@ PARTS = {
         5,
     ),
     "far": ("tests/api/test_sdpa.py", "two_to_the_31 and triton and batch", 1),
-    "streams": ("tests/backends/test_triton_streams.py", "zeros", 8),
-    "splits": ("tests/backends/test_triton_splits.py", "groups or lower or without or learn or blocks", 5),
+    "streams": ("tests/backends/triton_backend/test_triton_streams.py", "zeros", 8),
+    "splits": ("tests/backends/triton_backend/test_triton_splits.py", "groups or lower or without or learn or blocks", 5),
     "excluded": (
         "tests/conformance/test_scores_with_masks.py",
         "triton and (blocks-all-where_turned or full_blocks-window-added or one_block-causal-captured or torch_blocks-by_head-everything)",
@@ -48,7 +48,7 @@ PARTS = {
     "layout": ("tests/api/test_result_layout.py", "triton", 4),
     "beyond": ("tests/backends/test_excluded.py", "triton and not cuda and (no_excluded_key or beyond or no_sequence)", 9),
     "row_gradients": ("tests/backends/test_row_gradients.py", "triton and (rows-triton or queries-triton or packed or beside)", 10),
-    "rows": ("tests/backends/test_triton_rows.py", "otherwise or 24", 12),
+    "rows": ("tests/backends/triton_backend/test_triton_rows.py", "otherwise or 24", 12),
 }
 
 

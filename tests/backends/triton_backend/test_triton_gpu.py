@@ -16,7 +16,7 @@ from foci.trace_functions import bind
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=torch.bfloat16):

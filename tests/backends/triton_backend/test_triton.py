@@ -260,7 +260,7 @@ def test_kernels_in_the_interpreter(part):
     numpy = pytest.importorskip("numpy", reason="the interpreter needs NumPy")
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip("the interpreter of Triton 3.6 needs NumPy below 2.4: it turns arrays of one element into numbers")
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root / "src")}
     names = CORE[part::4]
     done = subprocess.run(
