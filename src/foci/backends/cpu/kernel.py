@@ -30,8 +30,6 @@ _LAYOUT: Final = struct.Struct("<61q2d10q")
 _NOTHING: Final = (0, 0, 0, 0, 0)
 _NO_GRADIENTS: Final = (None, None, None, None)
 _NO_OFFSETS: Final = (None, None, None, None)
-_NOTHING_KEPT: Final = (b"", b"", b"")  # of a function that reads no tensor and no number
-_NULL: Final = (0, 0, 0)
 _NO_CLASSES: Final = (0, 0, 0)  # the kernel finds those of the mask itself
 _SERIAL_WORK: Final = 1 << 21  # multiplications below which waking threads costs more than it gains
 _ADDED_IN_PLACE: Final = 16  # copies of a gradient, at most
@@ -58,11 +56,12 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class Arguments:
-    """The call structure's parts, and the temporaries that must outlive the call."""
+    """The call structure's parts. It owns all that a structure points at: as long as it lives, so does the memory."""
 
     def __init__(self, operands: Operands) -> None:
         query, key = operands.query, operands.key
         self.operands = operands
+        self.owned: list[object] = []
         self.offsets: Tensors = _NO_OFFSETS
         if operands.cu_q is not None:
             self.offsets = tuple(
@@ -70,14 +69,9 @@ class Arguments:
                 for t in (operands.cu_q, operands.cu_kv, operands.q_lengths, operands.kv_lengths)
             )
         tensors = operands.captures if operands.blocks is None else (*operands.captures, operands.blocks)
-        self.kept = _NOTHING_KEPT
-        if tensors or operands.ints or operands.floats:
-            entries = [n for t in tensors for n in (t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (0,)))]
-            self.kept = (
-                struct.pack(f"<{len(entries)}q", *entries),
-                struct.pack(f"<{len(operands.ints)}q", *operands.ints),
-                struct.pack(f"<{len(operands.floats)}d", *operands.floats),
-            )
+        entries = [n for t in tensors for n in (t.data_ptr(), *(t.shape or (1,)), *(t.stride() or (0,)))]
+        self.captures, self.ints = self._place("q", entries), self._place("q", operands.ints)
+        self.floats = self._place("d", operands.floats)
         batch, q_heads, q_tokens, _ = query.shape
         kv_heads, kv_tokens = key.shape[1:3]
         q_len, kv_len = q_tokens, kv_tokens
@@ -99,26 +93,31 @@ class Arguments:
             return False
         return lengths is not None or int(offsets[0]) != 0 or int(offsets[-1]) != tokens
 
-    def packed(self, tensors: Tensors, rows: Tensors, gradients: bytes = b"", tasks: tuple[int, int, int, int] = (1, 1, 1, 1)) -> bytes:
+    def _place(self, kind: str, numbers: Sequence[float]) -> int:
+        """Address of numbers in memory, int64 or float64 by struct's name of the `kind`; 0 where there are none, which nothing reads."""
+        if not numbers:
+            return 0
+        content = struct.pack(f"<{len(numbers)}{kind}", *numbers)
+        self.owned.append(content)
+        return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+
+    def packed(
+        self, tensors: Tensors, rows: Tensors, gradients: Sequence[int] = (), tasks: tuple[int, int, int, int] = (1, 1, 1, 1)
+    ) -> bytes:
         """The structure: `tensors` are those after query, key and value, `rows` the statistics and their gradients.
 
         `gradients` says where those of captured tensors go, `tasks` how the backward's tasks are split and grouped.
         """
         o = self.operands
-        captures, ints, floats = _NULL if self.kept is _NOTHING_KEPT else map(_bytes_address, self.kept)
+        self.owned += (tensors, rows)
         keep_scale, threshold = 1.0, 0
         if o.dropout_p:
             keep_scale, threshold = 1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1 else 0.0, dropout.threshold(o.dropout_p)
         return _LAYOUT.pack(
             *itertools.chain.from_iterable(map(_described, (o.query, o.key, o.value, *tensors))), *map(_address, rows), *self.sizes,
-            *map(_address, self.offsets), captures, _bytes_address(gradients), ints, floats, _address(o.seed),
+            *map(_address, self.offsets), self.captures, self._place("q", gradients), self.ints, self.floats, _address(o.seed),
             o.scale, keep_scale, threshold, int(o.dropout_p >= 1), self.threads, *tasks, *_NO_CLASSES,
         )  # fmt: skip
-
-
-def _bytes_address(content: bytes) -> int:
-    """Address of the bytes, valid while the object lives; 0 where there are none, which the kernel then does not read."""
-    return (ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0) if content else 0
 
 
 class CpuKernel(Kernel):
@@ -228,13 +227,13 @@ class CaptureSums:
         copies = {site.slot: self.partition.copies[site.slot] for site in sites}
         self.sums = {slot: captures[slot].new_zeros((*n, *captures[slot].shape), dtype=torch.float32) for slot, n in copies.items()}
 
-    def described(self) -> bytes:
+    def described(self) -> list[int]:
         """For each site, where it adds to and how far the copies of batch entries, heads and splits are apart."""
         entries: list[int] = []
         for site in self.sites:
             sums = self.sums[site.slot]
             entries += (sums.data_ptr(), *(stride if n > 1 else 0 for stride, n in zip(sums.stride()[:3], sums.shape[:3], strict=True)))
-        return struct.pack(f"<{len(entries)}q", *entries)
+        return entries
 
     def results(self, needs_grad: tuple[bool, ...]) -> Tensors:
         """The gradients in the tensors' dtypes; zeros for a tensor that needs a gradient but is never read."""
