@@ -12,8 +12,8 @@ NEWEST := 3.9.0
 RELEASES ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 # What breaks most often, of each layer: the language, the API, every backend, modules, rules of graphs, imports and caches.
-CORE := tests/ir tests/conformance/test_conformance.py tests/api/test_sdpa.py tests/api/test_jagged.py tests/api/test_errors.py \
-	tests/nn/test_attention.py tests/fusion/test_rules.py tests/test_layers.py tests/test_masks.py tests/test_scores.py tests/test_blocks.py \
+CORE := tests/ir tests/conformance/test_conformance.py tests/api/test_sdpa*.py tests/api/test_jagged*.py tests/api/test_errors.py \
+	tests/nn/test_attention*.py tests/fusion/test_rules.py tests/test_layers.py tests/test_masks.py tests/test_scores.py tests/test_blocks.py \
 	tests/test_caches.py
 say = @printf '== %s\n'
 

@@ -22,7 +22,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 # GCC optimises less: a third of its time, which is most of theirs. Where all cases run, more tests compile as users do.
 FLAGS = build._FLAGS
 QUICK = tuple("-Og" if flag == "-O2" else flag for flag in FLAGS)
-OF_KERNELS = ("backends/test_cpu.py", "backends/test_cpu_headers.py", "conformance/test_conformance.py")
+OF_KERNELS = (
+    "backends/test_cpu.py",
+    "backends/test_cpu_bias_gradients.py",
+    "backends/test_cpu_headers.py",
+    "backends/test_cpu_strides.py",
+    "backends/test_cpu_tiles.py",
+    "conformance/test_conformance.py",
+)
 OF_KERNELS_IN_ALL = ("backends/", "conformance/")
 
 # Tests whose cases are many of one kind, each with kernels or graphs of its own to compile or to interpret: where --sample asks for it,
@@ -39,8 +46,11 @@ OF_MANY_CASES = frozenset(
         "backends/hopper/test_backward_compile.py",
         "backends/hopper/test_forward_compile.py",
         "backends/test_cpu.py",
+        "backends/test_cpu_bias_gradients.py",
         "backends/test_cpu_classes.py",
         "backends/test_cpu_headers.py",
+        "backends/test_cpu_strides.py",
+        "backends/test_cpu_tiles.py",
         "backends/test_excluded.py",
         "backends/test_launch_lists.py::test_launches_are_those_recorded",
         "backends/test_precompile_lengths.py",

@@ -23,6 +23,8 @@ QUICK = (
     "tests/compat",
     "tests/conformance/test_conformance.py",
     "tests/api/test_sdpa.py",
+    "tests/api/test_sdpa_masks.py",
+    "tests/api/test_sdpa_sizes.py",
     "tests/fusion/test_handover.py",
     "tests/test_readme.py",
 )

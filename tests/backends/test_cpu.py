@@ -1,55 +1,24 @@
-"""The CPU backend's own promises: building and caching, threads, determinism, strides, tails. Results: tests/conformance."""
+"""What the CPU backend takes, builds and promises: sources, processes, threads, digits. Results: tests/conformance."""
 
 import ctypes
-import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cpu_calls import CPU, attention, gradients, problem, qkv
 
 import foci
-from foci import backends
-from foci.backends.contract import Plan
 from foci.backends.cpu import BACKEND, build
-from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.backends.cpu.source import backward_source, forward_source
-from foci.planner import choose, target_of
-from foci.problem import Cotangents, Formula, Operands, Outputs, Problem, Program, Target
-from foci.trace_functions import bind
-
-CPU = target_of(torch.device("cpu"))
+from foci.planner import choose
+from foci.problem import Outputs, Target
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
-
-
-def problem(score=None, mask=None, dtype=torch.float32, **changes):
-    variant = bind(score, mask, torch.device("cpu")).variant
-    sizes = {"head_dim": 16, "value_dim": 16, "q_heads": 2, "kv_heads": 2, "batch": 1, "q_len": 64, "kv_len": 64}
-    formula = Formula(variant, **{name: changes.pop(name) for name in ("outputs", "dropout", "block_size") if name in changes})
-    return Problem(formula, dtype, **{**sizes, **changes})
-
-
-def attention(*tensors, **arguments):
-    with foci.use("cpu"):
-        return foci.attention(*tensors, **arguments)
-
-
-def exact(*tensors, **arguments):
-    with foci.use("reference"):
-        return foci.attention(*(t.double() for t in tensors), **arguments)
-
-
-def qkv(B=1, H=2, S=64, D=16, dtype=torch.float32):
-    return tuple(torch.randn(B, H, S, D, dtype=dtype) for _ in range(3))
-
-
-# What it takes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,9 +53,6 @@ def test_info_names_compiler_flags_and_cache():
     assert info["cache"].value
 
 
-# Sources ---------------------------------------------------------------------------------------------------------------
-
-
 # FLEX-10
 def test_lengths_and_numbers_are_not_in_the_source():
     def windowed(n):
@@ -108,105 +74,6 @@ def test_row_and_column_values_leave_the_inner_loop():
 def test_only_what_requires_grad_is_computed():
     source = backward_source(problem(query_grad=False, key_grad=True, value_grad=False))
     assert "GRAD_Q = false, GRAD_K = true, GRAD_V = false" in source
-
-
-def test_private_gradients_only_where_tasks_meet():
-    bias, slopes = torch.zeros(2, 64, 64), torch.zeros(2)
-    full = bind(lambda s, b, h, q, k: s + bias[h, q, k], None, torch.device("cpu")).variant.score
-    by_head = bind(lambda s, b, h, q, k: s * slopes[h], None, torch.device("cpu")).variant.score
-    numbers = HeadNumbers(2, ())
-    assert partition(find_sites(full, (True,)), (bias,), (1, 2, 4), numbers).copies == ((1, 1, 1),)
-    assert partition(find_sites(full, (True,)), (bias,), (3, 2, 4), numbers).copies == ((3, 1, 1),)
-    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 1), numbers).copies == ((1, 1, 1),)
-    assert partition(find_sites(by_head, (True,)), (slopes,), (1, 2, 4), numbers).copies == ((1, 1, 4),)
-
-
-# SDPA-04
-@pytest.mark.parametrize(
-    ("rows", "entries", "copies"),
-    [(8, 16, (1, 1, 1)), (9, 17, (1, 1, 1)), (7, 32, (2, 8, 1)), (1, 32, (2, 8, 1)), (8, 15, (2, 8, 1)), (9, 16, (2, 8, 1))],
-)
-def test_a_bias_of_merged_batch_and_heads_has_no_copies_where_no_two_meet(rows, entries, copies):
-    """Rows of fewer than 8 heads overlap; an index beyond the last entry reads the last entry, as others do."""
-    bias = torch.zeros(entries, 8, 8)
-    bound = bind(lambda s, b, h, q, k: s + bias[b * rows + h, q, k], None, torch.device("cpu"))
-    sites = find_sites(bound.variant.score, (True,))
-    assert partition(sites, (bias,), (2, 8, 4), HeadNumbers(8, bound.ints)).copies == (copies,)
-
-
-# SDPA-04
-def test_the_rows_of_a_merged_bias_are_those_of_each_call(monkeypatch):
-    """They are a number of the call, not of its kernel, which all these calls share."""
-    copies = []
-
-    def record(*arguments):
-        copies.append(partition(*arguments).copies[0])
-        return partition(*arguments)
-
-    monkeypatch.setattr("foci.backends.cpu.kernel.partition", record)
-    tensors, bias = qkv(3, 4, 20, 8), torch.randn(12, 20, 20, requires_grad=True)
-    for rows in (4, 3, 4):
-        attention(*tensors, score=lambda s, b, h, q, k, rows=rows: s + bias[b * rows + h, q, k]).sum().backward()
-    assert copies == [(1, 1, 1), (3, 4, 1), (1, 1, 1)]
-
-
-# SDPA-04
-@pytest.mark.parametrize("rows", [4, 3])
-def test_gradients_of_a_bias_of_merged_batch_and_heads(rows):
-    """With 4 heads, rows of 4 are apart and rows of 3 meet: head 3 of an entry reads what head 0 of the next one does."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 3, 4, 130, 16)
-    bias = torch.randn(12, 130, 130, requires_grad=True)
-    with foci.use("cpu"):
-        out = foci.attention(q, k, v, score=lambda s, b, h, i, j: s + bias[b * rows + h, i, j])
-    out.square().sum().backward()
-    at = torch.arange(3)[:, None] * rows + torch.arange(4)
-    exact = bias.detach().double().requires_grad_()
-    weights = torch.softmax(q.double() @ k.double().mT / 4 + exact[at], -1)
-    (weights @ v.double()).square().sum().backward()
-    torch.testing.assert_close(bias.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
-
-
-# SDPA-04
-@pytest.mark.parametrize(
-    ("heads", "length", "sizes", "parts", "copies"),
-    [
-        (8, 512, (2, 8, 1), (2, 8, 1), 2),
-        (8, 512, (64, 8, 1), (2, 8, 1), 2),
-        (1, 512, (2, 8, 1), (2, 8, 1), 16),  # shared by all: as many as threads may need
-        (1, 512, (64, 16, 1), (1, 16, 1), 16),
-        (1, 2048, (8, 8, 2), (1, 8, 2), 8),  # each split has keys of its own
-        (1, 16384, (8, 8, 8), (1, 1, 8), 1),
-    ],
-)
-def test_a_large_shared_bias_has_few_copies_of_its_gradient(heads, length, sizes, parts, copies):
-    bias = torch.zeros(1).expand(heads, length, length)
-    shared = bind(lambda s, b, h, q, k: s + (bias[h, q, k] if heads > 1 else bias[0, q, k]), None, torch.device("cpu")).variant.score
-    found = partition(find_sites(shared, (True,)), (bias,), sizes, HeadNumbers(sizes[1], ()))
-    assert found.parts == parts
-    assert math.prod(found.copies[0]) == copies
-
-
-# SDPA-04, SDPA-16
-@pytest.mark.parametrize("shape", [(3, 700, 700), (1, 700, 700), (5, 3, 300, 300)])
-def test_gradients_of_a_large_shared_bias(shape):
-    torch.manual_seed(0)
-    bias, tensors = torch.randn(shape), qkv(5, 3, shape[-1], 8)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            leaf = bias.clone().requires_grad_()
-            attention(*tensors, bias=leaf).pow(2).sum().backward()
-            found.append(leaf.grad)
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found[1:])
-    query, key, value = (t.double() for t in tensors)
-    leaf = bias.double().requires_grad_()
-    ((query @ key.mT * 8**-0.5 + leaf).softmax(-1) @ value).pow(2).sum().backward()
-    torch.testing.assert_close(found[0].double(), leaf.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_tanh_is_close_everywhere():
@@ -265,9 +132,6 @@ def test_logsumexp_has_the_digits_of_float32(dtype, mask):
     assert error.mean().abs() < 2e-7
 
 
-# Running -----------------------------------------------------------------------------------------------------------------
-
-
 def test_one_libgomp():
     attention(*qkv())
     maps = Path("/proc/self/maps")
@@ -277,12 +141,6 @@ def test_one_libgomp():
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = {line.split()[-1] for line in ran.stdout.splitlines() if "libgomp" in line}
     assert len(loaded) == 1
-
-
-def gradients(tensors, **arguments):
-    leaves = tuple(t.clone().requires_grad_() for t in tensors)
-    out = attention(*leaves, **arguments)
-    return (out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
 
 # SDPA-16
@@ -330,132 +188,6 @@ def test_a_child_loads_kernels_though_a_thread_did_when_it_was_forked():
     os.waitpid(child, 0)
 
 
-# SDPA-12
-def test_odd_strides():
-    base = torch.randn(3, 130, 2, 80)
-    q = base[..., ::2].transpose(1, 2)
-    k = base.transpose(1, 2)[..., 40:]
-    v = base[:1, :, :1, 40:].transpose(1, 2).expand(3, 2, 130, 40)
-    torch.testing.assert_close(attention(q, k, v), exact(q, k, v).float(), atol=2e-6, rtol=0)
-
-
-# SDPA-12
-@pytest.mark.parametrize(
-    ("heads", "q_len", "kv_len", "D", "Dv"), [((2, 2), 48, 48, 40, 40), ((4, 2), 37, 133, 17, 33), ((2, 1), 200, 70, 48, 24)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_transposed_tensors(heads, q_len, kv_len, D, Dv, dtype, causal):
-    """Neighbours in memory are neighbours along the tokens: channels of an image, or attention over channels. Around them lies NaN."""
-
-    def transposed(heads, length, width):
-        around = torch.full((2, heads, width + 2, length + 2), torch.nan, dtype=dtype)
-        return around[:, :, 1:-1, 1:-1].copy_(torch.randn(2, heads, width, length)).mT
-
-    shapes = ((heads[0], q_len, D), (heads[1], kv_len, D), (heads[1], kv_len, Dv), (heads[0], q_len, Dv))
-    query, key, value, grad_out = (transposed(*shape) for shape in shapes)
-    leaves = [t.requires_grad_() for t in (query, key, value)]
-    out = attention(*leaves, mask=foci.masks.causal() if causal else None)
-    got = (out, *torch.autograd.grad(out, leaves, grad_out))
-    q, k, v = (t.detach().double().requires_grad_() for t in leaves)
-    groups = heads[0] // heads[1]
-    scores = q @ k.repeat_interleave(groups, 1).mT / math.sqrt(D)
-    if causal:
-        scores = scores.masked_fill(torch.ones(q_len, kv_len, dtype=torch.bool).triu(1), -math.inf)
-    exact_out = torch.softmax(scores, -1) @ v.repeat_interleave(groups, 1)
-    expected = (exact_out, *torch.autograd.grad(exact_out, (q, k, v), grad_out.double()))
-    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("heads_in_rows", [True, False])
-def test_gradients_lie_as_the_tensors_do(heads_in_rows):
-    rows = torch.randn(2, 3, 70, 48, requires_grad=True)
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) if heads_in_rows else t for t in rows.split(16, 3))
-    found = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
-    expected = torch.autograd.grad(exact(q, k, v).sum(), (q, k, v))
-    for gradient, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, right.float(), atol=2e-6, rtol=1e-5)
-        assert gradient.transpose(1, 2).is_contiguous() is heads_in_rows
-        assert gradient.is_contiguous() is not heads_in_rows
-
-
-def test_gradients_side_by_side_have_the_bits_of_those_apart():
-    asked = problem(q_heads=4, query_grad=True, key_grad=True, value_grad=True)
-    kernel = BACKEND.build(Plan("cpu", asked, CPU))
-    q, k, v = torch.randn(2, 4, 70, 16), *qkv(2, 2, 70)[:2]
-    operands = Operands(q, k, v, scale=0.25)
-    results = kernel.forward(operands)
-    given = results, Cotangents(torch.randn_like(results.out))
-    apart = kernel.backward(operands, *given)
-    together = kernel.backward(replace(operands, program=Program(joined=True)), *given)
-    for name in ("query", "key", "value"):
-        gradient = getattr(together, name)
-        assert torch.equal(gradient, getattr(apart, name))
-        assert gradient.stride()[1:] == (16, 128, 1)
-    assert together.query.untyped_storage().data_ptr() == together.value.untyped_storage().data_ptr()
-
-
-# SDPA-10
-@pytest.mark.parametrize("D", [1, 3, 17, 512, 3000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_any_head_dim(D, dtype):
-    tensors = qkv(1, 2, 70, D, dtype)
-    tolerance = 5e-6 if dtype is torch.float32 else 3e-2
-    found = gradients(tensors)
-    with foci.use("reference"):
-        leaves = tuple(t.double().requires_grad_() for t in tensors)
-        out = foci.attention(*leaves)
-        expected = (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
-
-
-# SDPA-10
-@pytest.mark.parametrize("D", [1, 16, 24, 48, 77])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_are_read_to_their_last_column_alone(D, dtype):
-    """The elements beside a row are NaN, and so would be whatever used them."""
-    wide = torch.full((3, 1, 2, 45, 96), torch.nan, dtype=dtype)
-    wide[..., :D] = torch.randn(3, 1, 2, 45, D)
-    rows = [t.requires_grad_() for t in wide[..., :D].unbind(0)]
-    out = attention(*rows)
-    got = (out, *torch.autograd.grad(out, rows, torch.ones_like(out)))
-    q, k, v = (t.detach().double().requires_grad_() for t in rows)
-    exact_out = torch.softmax(q @ k.mT / math.sqrt(D), -1) @ v
-    expected = (exact_out, *torch.autograd.grad(exact_out, (q, k, v), torch.ones_like(exact_out)))
-    tolerance = 5e-6 if dtype is torch.float32 else 3e-2
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool])
-def test_captured_integers_of_every_dtype_and_stride(dtype):
-    q, k, v = qkv(2, 2, 100, 16)
-    ids = (torch.arange(400).reshape(2, 200) // 9 % 3).to(dtype)[:, ::2]
-    mask = foci.Mask(lambda b, h, q, k: ids[b, q] == ids[b, k])
-    torch.testing.assert_close(attention(q, k, v, mask=mask), exact(q, k, v, mask=mask).float(), atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_captured_numbers_of_every_dtype_and_stride(dtype):
-    q, k, v = qkv(2, 2, 100, 16)
-    table = torch.randn(2, 230).to(dtype).t()
-    score = foci.Score(lambda s, b, h, q, k: s + table[q - k + 110, h])
-    torch.testing.assert_close(attention(q, k, v, score=score), exact(q, k, v, score=score).float(), atol=3e-6, rtol=0)
-
-
-def test_loads_stop_at_the_end_of_a_tensor():
-    page = 4096 // 4
-    q, k, v = qkv(1, 1, 50, 16)
-    memory = torch.full((6 * page,), torch.nan)
-    bias = memory[page : page + 50 * 50].view(50, 50)  # NaN on either side
-    bias.normal_()
-    score = foci.Score(lambda s, b, h, q, k: s + bias[q, k])
-    assert torch.isfinite(attention(q, k, v, score=score)).all()
-
-
 @pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64"])
 def test_narrower_instruction_sets(arch):
     """AVX2, and what every x86-64 has: in a process of its own, for the flags are part of everything cached."""
@@ -476,98 +208,3 @@ for a, b in zip(run("cpu", torch.float32), run("reference", torch.float64)):
         [sys.executable, "-c", program], env={**os.environ, "FOCI_CPU_ARCH": arch}, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-
-
-def test_tokens_of_no_sequence_get_zeros():
-    tokens = torch.randn(20, 2, 16, requires_grad=True)
-    offsets = torch.tensor([2, 9, 9, 15], dtype=torch.int32)
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # empty tensors start as NaN
-    try:
-        with foci.use("cpu"):
-            out = foci.varlen_attn(tokens, tokens, tokens, offsets, offsets, 7, 7)
-        (grad,) = torch.autograd.grad(out.sum(), tokens)
-    finally:
-        torch.use_deterministic_algorithms(was)
-    for found in (out, grad):
-        assert not found[:2].any()
-        assert not found[15:].any()
-        assert found[2:15].isfinite().all()
-
-
-def test_caller_blocks_decide_where_tiles_straddle_heads():
-    torch.manual_seed(0)
-    q, k, v = qkv(2, 4, 130, 16)
-    formula = Formula(bind(None, lambda b, h, q, k: q >= k, torch.device("cpu")).variant, block_size=(64, 64))
-    blocks = torch.randint(0, 3, (2, 4, 3, 3), dtype=torch.int8)
-    asked = Problem(formula, torch.float32, 16, 16, 4, 4, 2, 256, 256)
-    operands = Operands(q, k, v, scale=0.25, blocks=blocks)
-    found, expected = (backends.load(name).build(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_halves_of_a_tile_meet_different_keys(dtype):
-    """Holes within a half, keys that one half meets later, runs longer than one pass over the keys, rows without keys."""
-    torch.manual_seed(0)
-    shape = (1, 2, 1500, 24)
-    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
-    squares = torch.rand(47, 47) < 0.8
-    squares[:, 40:] &= torch.rand(47, 7) < 0.2
-    squares[9] = False
-    masks = (
-        lambda b, h, q, k: squares[q // 32, k // 32],
-        lambda b, h, q, k: (k < 320) | (k >= 640 + 192 * (q // 32 % 2)),  # one half comes late to the second run
-        lambda b, h, q, k: (q >= k) & (q - k < 700),
-        foci.masks.causal(),
-    )
-    near, far = (3e-6, 1e-5) if dtype is torch.float32 else (3e-2, 1e-3)
-    asked = foci.AuxRequest(lse=True, column_sums=True)
-    for mask in masks:
-        out, aux = attention(q, k, v, mask=mask, return_aux=asked)
-        expected, expected_aux = exact(q, k, v, mask=mask, return_aux=asked)
-        torch.testing.assert_close(out.double(), expected, atol=near, rtol=near)
-        torch.testing.assert_close(aux.lse.double(), expected_aux.lse.double(), atol=far, rtol=far)
-        torch.testing.assert_close(aux.column_sums.double(), expected_aux.column_sums.double(), atol=10 * far, rtol=10 * far)
-
-
-# Masks that real arithmetic decides otherwise than the device's does.
-TENTH = torch.tensor(0.1).item()
-ABOVE = torch.tensor(63 * TENTH).item()  # what float32 makes of the product
-ENDLESS, MISSING, ZERO = torch.full((256,), -torch.inf), torch.full((256,), torch.nan), torch.zeros(256)
-SECONDS = 1_700_000_000 + torch.arange(256)
-LARGE = 2**60 + torch.arange(256) // 32
-DELICATE = {
-    "a product that float32 rounds": lambda b, h, q, k: q * TENTH < ABOVE,
-    "zero times infinity": lambda b, h, q, k: ENDLESS[k] * ZERO[q] > -1,
-    "nan against infinity": lambda b, h, q, k: MISSING[k] <= torch.inf,
-    "the lesser of nan and a number": lambda b, h, q, k: torch.minimum(MISSING[k], ZERO[q]) <= 1,
-    "the size of nan": lambda b, h, q, k: MISSING[k].abs() >= 0,
-    "the sine of infinity": lambda b, h, q, k: ENDLESS[k].sin() <= 1.5,
-    "seconds as float32": lambda b, h, q, k: SECONDS[q].float() - SECONDS[k].float() < 33.0,
-    "integers that float64 rounds": lambda b, h, q, k: LARGE[q] == LARGE[k],
-    "a hash that wraps": lambda b, h, q, k: (h * 1103515245 + 12345) % 10 < 5,
-}
-
-
-@pytest.mark.parametrize("name", DELICATE)
-def test_tiles_are_decided_as_single_scores_are(name):
-    q, k, v = qkv(1, 8, 256, 16)
-    with foci.use("reference"):
-        expected = foci.attention(q, k, v, mask=DELICATE[name])
-    torch.testing.assert_close(attention(q, k, v, mask=DELICATE[name]), expected, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize(("kv_len", "bound"), [(1500, 3e-5), (37, 5e-6)])
-def test_many_keys_that_read_one_element(kv_len, bound):
-    """The ends of a table of distances meet most pairs: float32 keeps the digits of their sum."""
-    torch.manual_seed(3)
-    query, key, value = torch.randn(1, 2, 1500, 16), torch.randn(1, 2, kv_len, 16), torch.randn(1, 2, kv_len, 16)
-    found = []
-    for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "reference")):
-        table = torch.zeros(2, 13, dtype=dtype, requires_grad=True)
-        with foci.use(backend):
-            out = foci.attention(query.to(dtype), key.to(dtype), value.to(dtype), score=foci.scores.relative_position(table))
-        (out * torch.linspace(-1, 1, 16).to(dtype)).sum().backward()
-        found.append(table.grad.double())
-    assert (found[0] - found[1]).abs().max() < bound * found[1].abs().max()

@@ -37,7 +37,7 @@ PARTS = {
         "triton and cpu and (decoding-1-32 or decoding-16-32 or window-5-12 or score-1-8 or gradients_of_query)",
         5,
     ),
-    "far": ("tests/api/test_sdpa.py", "two_to_the_31 and triton and batch", 1),
+    "far": ("tests/api/test_sdpa_sizes.py", "two_to_the_31 and triton and batch", 1),
     "streams": ("tests/backends/triton_backend/test_triton_streams.py", "zeros", 8),
     "splits": ("tests/backends/triton_backend/test_triton_splits.py", "groups or lower or without or learn or blocks", 5),
     "excluded": (
