@@ -9,40 +9,34 @@ nobody can read becomes a captured tensor of whatever shape it has.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import fx
 
-from foci.compat.fake import real_values
+from foci.fusion.constructors import MAKERS, as_held
 from foci.fusion.fx_utils import (
     CASTS,
     Call,
     Size,
     as_call,
     example_tensor,
-    example_value,
     fixed_number,
     is_tensor,
     is_written,
-    node_rank,
     node_shape,
-    pad_arguments,
     reads_only_shape,
-    same_size,
     source_location,
 )
-from foci.fusion.indices import Index, NoRule, broadcast_index, combine_digits, one_digit, symbolic_expression
+from foci.fusion.indices import Index, NoRule, broadcast_index, combine_digits, symbolic_expression
 from foci.fusion.is_binary import is_truth
 from foci.fusion.materialise import Materialise
 from foci.fusion.narrow import may_wrap
 from foci.fusion.views import VIEWS, step
 from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
-from foci.ir.ops import LEAVES, OPS, apply, cast
-from foci.ir.rewrite import rewrite
-from foci.ir.simplify import simplify
+from foci.ir.ops import OPS, apply, cast
 from foci.ir.torch_functions import TORCH_FUNCTIONS
 from foci.ir.trace import Symbol, TraceError, Tracer, element_dtype
 
@@ -71,8 +65,6 @@ PASSED: Final = frozenset(
     }
 )  # fmt: skip
 
-Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr | None]
-
 
 class Lift:
     """Reads elements of one graph as expressions.
@@ -97,7 +89,7 @@ class Lift:
         self.tracer = Tracer(device)
         self.leaves: dict[int, fx.Node] = {}
         self.copied: set[fx.Node] = set()
-        self._score, self._on_path, self._grad = score, on_path, grad
+        self._score, self.on_path, self._grad = score, on_path, grad
         self.prices: Materialise | None = None
         self._slots: dict[fx.Node, int] = {}
         self._numbers: dict[object, Expr] = {}
@@ -131,23 +123,23 @@ class Lift:
         tensor = example_tensor(node)
         assert tensor is not None
         if self._grad and stops_gradient(node):
-            if node in self._on_path:
+            if node in self.on_path:
                 raise NoRule(f"no gradient flows through {node.name}")
             return self.captured(node, index)
         try:
             value = self._computed(node, index)
         except (NoRule, TraceError, TypeError) as error:
-            if node in self._on_path:
+            if node in self.on_path:
                 raise error if isinstance(error, NoRule) else NoRule(str(error)) from error
             value = None
         if value is None:
-            if node in self._on_path:
+            if node in self.on_path:
                 call = as_call(node)
                 raise NoRule(f"{call.name if call else node.name} is outside the expression language")
             return self.captured(node, index)
         kind = element_dtype(tensor.dtype)
         value = value if value.dtype is kind or {value.dtype, kind} <= {DType.INT32, DType.INT64} else cast(value, kind)
-        if self.prices is not None and node not in self._on_path:
+        if self.prices is not None and node not in self.on_path:
             indices = tuple(combine_digits(d, self.number) for d in index)
             choice = self.prices.choose(node, value, indices, self.leaves, self.copied)
             if choice == "copy":
@@ -178,15 +170,15 @@ class Lift:
             raise NoRule(f"{node.name} is written in place ({source_location(node)})")
         if may_wrap(node, call):
             return None
-        if call.name in _MAKERS:
-            return _MAKERS[call.name](self, node, call, index)
+        if call.name in MAKERS:
+            return MAKERS[call.name](self, node, call, index)
         if call.name == "dropout":
             if call.argument(2, "training", True) is False or fixed_number(call.argument(1, "p", 0.5)) == 0.0:
                 return self.element(call.args[0], index)
             raise NoRule("the scores go through a dropout")
         if call.name in CASTS or call.name == "detach":
             return self._cast(node, call, index)
-        if call.name == "log" and node not in self._on_path and is_truth(call.argument(0, "input")):
+        if call.name == "log" and node not in self.on_path and is_truth(call.argument(0, "input")):
             return self._logarithm(call.argument(0, "input"), index)
         if call.name in POINTWISE or (call.name in _OF_SCORES and self._worthwhile(node)):
             return self._pointwise(call, index)
@@ -195,7 +187,7 @@ class Lift:
     def _gathers_gradient(self, node: fx.Node, call: Call) -> bool:
         """A gather whose gradient is a scatter into a table: torch's own, of the gathered values, is the better one."""
         tensor = example_tensor(node)
-        if node in self._on_path or tensor is None or not tensor.requires_grad:
+        if node in self.on_path or tensor is None or not tensor.requires_grad:
             return False
         if call.name == "getitem":
             entries = call.args[1] if isinstance(call.args[1], (tuple, list)) else (call.args[1],)
@@ -204,7 +196,7 @@ class Lift:
 
     def _worthwhile(self, node: fx.Node) -> bool:
         tensor = example_tensor(node)
-        return node in self._on_path or (
+        return node in self.on_path or (
             tensor is not None and tensor.dim() == 0 and not any(is_tensor(a) and node_shape(a) for a in node.all_input_nodes)
         )
 
@@ -278,203 +270,7 @@ def _is_method_where(call: Call) -> bool:
 def _rounded(value: Expr, dtype: torch.dtype) -> Expr:
     """Round constants to `dtype`: the lowest float32 is -inf in float16. Computed values keep their precision."""
     if value.op == "const" and isinstance(value.value, float):
-        return ir.const(_as_held(value.value, dtype))
+        return ir.const(as_held(value.value, dtype))
     if value.op == "where":
         return apply("where", value.args[0], *(_rounded(arg, dtype) for arg in value.args[1:]))
     return value
-
-
-def _filled(value: float | None) -> Maker:
-    def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
-        number = call.argument(1, "fill_value") if value is None else value
-        if call.name == "new_full":
-            number = call.argument(2, "fill_value")
-        tensor = example_tensor(node)
-        assert tensor is not None
-        if isinstance(number, fx.Node) and is_tensor(number):
-            return lift.element(number, ())
-        found = fixed_number(number)
-        if isinstance(found, torch.SymInt):
-            return cast(lift.number(found), element_dtype(tensor.dtype))
-        return _held(found, tensor.dtype)
-
-    return make
-
-
-def _held(number: Any, dtype: torch.dtype) -> Expr:
-    """A number as an element of a tensor of `dtype` holds it."""
-    if not isinstance(number, (bool, int, float)):
-        raise NoRule("a constant that is no number")
-    return cast(ir.const(_as_held(number, dtype)), element_dtype(dtype))
-
-
-def _as_held(number: bool | int | float, dtype: torch.dtype) -> Any:
-    kind = torch.float64 if isinstance(number, float) else None
-    return real_values(lambda: torch.tensor(number, dtype=kind, device="cpu").to(dtype).item())
-
-
-def _tensor(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
-    tensor = example_tensor(node)
-    assert tensor is not None
-    data = call.argument(0, "data")
-    if tensor.dim() or not isinstance(example_value(data), (bool, int, float)):
-        return lift.captured(node, index)
-    return _held(example_value(data), tensor.dtype)
-
-
-def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
-    numbers = [example_value(a) for a in call.args] + [example_value(call.kwargs[k]) for k in ("start", "end", "step") if k in call.kwargs]
-    start, stride = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
-    if not all(isinstance(n, (int, float, torch.SymInt)) for n in (start, stride)):
-        raise NoRule("an arange of tensors")
-    tensor = example_tensor(node)
-    assert tensor is not None
-    position = combine_digits(index[0], lift.number)
-    if stride != 1:
-        position = apply("mul", position, lift.number(stride))
-    if not (isinstance(start, (int, float)) and start == 0):
-        position = apply("add", position, lift.number(start))
-    # Positions fit in 32 bits, whatever the tensor's integer type; products of them are widened (see `_pointwise`).
-    return cast(position, element_dtype(tensor.dtype)) if tensor.dtype.is_floating_point else position
-
-
-def _triangle(lower: bool) -> Maker:
-    def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
-        source = call.argument(0, "input")
-        row, column = (combine_digits(d, lift.number) for d in index[-2:])
-        limit = lift.number(example_value(call.argument(1, "diagonal", 0)))
-        distance = apply("sub", column, row)
-        inside = apply("le", distance, limit) if lower else apply("le", limit, distance)
-        value = lift.element(source, index)
-        return apply("where", inside, value, cast(ir.const(False), value.dtype))
-
-    return make
-
-
-def _eye(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
-    return apply("eq", *(combine_digits(d, lift.number) for d in index))
-
-
-def _pad(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-    source, amounts = call.args[0], call.argument(1, "pad")
-    mode, fill = pad_arguments(call)
-    if mode != "constant" or source in lift._on_path:
-        return None
-    shape, result, inside = node_shape(source), list(index), ir.const(True)
-    moves: list[tuple[Expr, Expr | int]] = []
-    for position in range(len(amounts) // 2):
-        dim = len(shape) - 1 - position
-        before, after = example_value(amounts[2 * position]), example_value(amounts[2 * position + 1])
-        if before == 0 and after == 0:
-            continue
-        moved = apply("sub", combine_digits(index[dim], lift.number), lift.number(before))
-        inside = apply("and", inside, apply("and", apply("le", 0, moved), apply("lt", moved, lift.number(shape[dim]))))
-        result[dim] = one_digit(moved, shape[dim])
-        moves.append((moved, lift.number(shape[dim] - 1)))
-    value = lift.element(source, tuple(result))
-    for moved, last in moves:
-        value = _within(value, moved, last)
-    return apply("where", inside, value, cast(ir.const(0.0 if fill is None else float(fill)), value.dtype))
-
-
-def _cat(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-    return _beside(lift, call.argument(0, "tensors"), call.argument(1, "dim", 0) % len(index), index)
-
-
-def _stacked(dim: int) -> Maker:
-    """`hstack` and `vstack` of matrices and what has more dimensions."""
-
-    def make(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-        tensors = call.argument(0, "tensors")
-        return _beside(lift, tensors, dim, index) if all(node_rank(t) == len(index) >= 2 for t in tensors) else None
-
-    return make
-
-
-def _beside(lift: Lift, tensors: Sequence[fx.Node], dim: int, index: Index) -> Expr | None:
-    """The element of tensors side by side along `dim`."""
-    parts = [p for p in tensors if not (example_tensor(p) is not None and same_size(math.prod(node_shape(p)), 0))]
-    if len(parts) == 1:
-        return lift.element(parts[0], index)
-    position = combine_digits(index[dim], lift.number)
-    start: Size = 0
-    choices: list[tuple[Expr, Expr]] = []
-    for part in parts:
-        size = node_shape(part)[dim]
-        moved = apply("sub", position, lift.number(start))
-        at = (*index[:dim], one_digit(moved, size), *index[dim + 1 :])
-        start = start + size
-        choices.append((apply("lt", position, lift.number(start)), _within(lift.element(part, at), moved, lift.number(size - 1))))
-    value = choices[-1][1]
-    for inside, other in reversed(choices[:-1]):
-        value = apply("where", inside, other, value)
-    return value
-
-
-def _within(value: Expr, position: Expr, last: Expr | int) -> Expr:
-    """An element that counts up to the last position only: what it reads at a position itself is read nowhere else.
-
-    Positions are read as they are, as no tensor is shorter than they go; computed indices are brought inside wherever they are read.
-    """
-    if simplify(position).op not in LEAVES:
-        return value
-
-    def rule(e: Expr) -> Expr | None:
-        if e.op != "load" or position not in e.args:
-            return None
-        indices = tuple(apply("min", arg, last) if arg is position else arg for arg in e.args)
-        return ir.load(int(str(e.value)), indices, e.dtype)
-
-    return rewrite(value, rule)
-
-
-def _diff(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-    """Each element less the one before it; the first less what was prepended."""
-    source, dim = call.args[0], call.argument(2, "dim", -1) % len(index)
-    before = call.argument(3, "prepend")
-    if (
-        call.argument(1, "n", 1) != 1
-        or call.argument(4, "append") is not None
-        or element_dtype(node.meta["example_value"].dtype) is DType.BOOL
-    ):
-        return None
-    if before is not None and not same_size(node_shape(before)[dim], 1):
-        return None
-    size, position = node_shape(source)[dim], combine_digits(index[dim], lift.number)
-
-    def at(value: Expr) -> Expr:
-        return lift.element(source, (*index[:dim], one_digit(value, size), *index[dim + 1 :]))
-
-    if before is None:
-        return apply("sub", at(apply("add", position, 1)), at(position))
-    first = apply("sub", at(ir.const(0)), lift.element(before, (*index[:dim], (), *index[dim + 1 :])))
-    rest = apply("sub", at(position), at(apply("sub", position, 1)))
-    return apply("where", apply("le", position, 0), simplify(first), simplify(rest))
-
-
-def _cumsum(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
-    """A sum of zeros, or of ones where counting is exact; any other is captured."""
-    tensor, source, dim = example_tensor(node), call.args[0], call.argument(1, "dim", call.kwargs.get("axis"))
-    value = simplify(lift.element(source, index))
-    if value.op != "const" or tensor is None or not isinstance(dim, int):
-        return None
-    if not value.value:
-        return ir.const(0)
-    if value.value != 1 or tensor.dtype not in _COUNTING or not index:
-        return None
-    count = apply("add", combine_digits(index[dim % len(index)], lift.number), 1)
-    return cast(count, element_dtype(tensor.dtype)) if tensor.dtype.is_floating_point else count
-
-
-_COUNTING: Final = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
-
-
-_MAKERS: Final[Mapping[str, Maker]] = {
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _filled(0)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1)),
-    **dict.fromkeys(("full", "full_like", "new_full"), _filled(None)),
-    **dict.fromkeys(("tensor", "scalar_tensor", "as_tensor"), _tensor),
-    "arange": _arange, "tril": _triangle(lower=True), "triu": _triangle(lower=False), "eye": _eye,
-    "diff": _diff, "cumsum": _cumsum, "pad": _pad, "cat": _cat,
-    "hstack": _stacked(1), "vstack": _stacked(0), "row_stack": _stacked(0),
-}  # fmt: skip
