@@ -34,8 +34,8 @@ import foci
 from foci.fusion import Compiler, fuse, report
 from foci.fusion.verify import Float64
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "fusion"), str(TESTS)]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fusion"))
 from architectures import FURTHER, TESTED, Architecture, attentions, cast, results, undropped
 from spelling_harness import assert_equal
 
