@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep ^torch== constraints.txt)
 JOBS ?= 2
 DRAW := $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
-SAMPLE ?= --sample=10 --draw=$(DRAW)
+SAMPLE ?= --sample=16 --draw=$(DRAW)
 NEWEST := 3.9.0
 RELEASES ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -54,7 +54,7 @@ check: $(STAMP) ## lint, types and a core of the tests, in two minutes
 	$(say) "core of the tests on $(JOBS) processes, each of which first imports torch and collects"
 	@$(PYTEST) -q --sample=24 --draw=$(DRAW) $(CORE) $(ARGS)
 
-test: $(STAMP) ## the suite, with a tenth of the largest tests' cases
+test: $(STAMP) ## the suite, with a sixteenth of the largest tests' cases and a quarter of the slow tests
 	$(say) "tests with $(SAMPLE) on $(JOBS) processes: half a minute to collect, then a line for every 70 tests"
 	@$(PYTEST) --durations=15 $(SAMPLE) $(ARGS)
 

@@ -85,7 +85,7 @@ OF_MANY_CASES = frozenset(
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sample", type=int, default=1, metavar="N", help="of tests of many cases, one case in N")
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="of tests of many cases, one case in N; of slow tests, one in four")
     parser.addoption(
         "--draw", type=int, default=0, metavar="K", help="number of a commit, which decides which of the N parts --sample takes"
     )
@@ -140,10 +140,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+SLOW_PARTS = 4
+
+
 def not_drawn(items, many, draw):
     """What --sample leaves: the cases of a file are dealt in turns, those of one name or one problem together, as they share kernels and
-    what they are compared with. Each round begins one further, as dtypes come in rounds too."""
-    left, turns = set(), {}
+    what they are compared with. Each round begins one further, as dtypes come in rounds too. Other tests that are marked slow are dealt to
+    SLOW_PARTS."""
+    left, turns, slow = set(), {}, 0
     for item in items:
         file = file_of(item)
         if hasattr(item, "callspec") and not OF_MANY_CASES.isdisjoint({file, f"{file}::{item.originalname}"}):
@@ -151,5 +155,9 @@ def not_drawn(items, many, draw):
             of_file = turns.setdefault(file, {})
             turn = of_file.setdefault(name, len(of_file))
             if (turn + turn // many) % many != draw:
+                left.add(item)
+        elif item.get_closest_marker("slow"):
+            slow += 1
+            if slow % SLOW_PARTS != draw % SLOW_PARTS:
                 left.add(item)
     return left

@@ -38,6 +38,7 @@ def test_every_case_is_measured(case):
     assert len({line.who for line in lines}) == len(lines)
 
 
+@pytest.mark.slow
 def test_rates_count_the_attended_pairs():
     lengths = {case.name: next(iter(measure(case, SMALL, Request(REQUEST.device, REQUEST.dtype, 0.0, ())))) for case in CASES}
     work = {name: line.forward_rate * line.forward_ms for name, line in lengths.items()}
@@ -84,6 +85,7 @@ def test_every_case_is_compiled_ahead_once_for_each_who_compiles():
     assert alone == [[("dense", "foci")], [("causal", "foci")], []]
 
 
+@pytest.mark.slow
 def test_compiling_ahead_fills_the_cache(tmp_path, monkeypatch):
     if build.obstacle() is not None:
         pytest.skip(build.obstacle())
@@ -96,6 +98,7 @@ def of_names(*names):
     return [case for case in CASES if case.name in names]
 
 
+@pytest.mark.slow
 def test_processes_measure_every_case():
     found = list(measure_beside(of_names("dense", "window", "decode"), SMALL, REQUEST, 2))
     assert [lines[0].case for lines in found] == ["dense", "window", "decode"]

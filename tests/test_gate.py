@@ -66,6 +66,7 @@ def test_the_table_says_what_ran_and_what_is_slower(gate):
     ]
 
 
+@pytest.mark.slow
 def test_a_slower_tree_is_found(gate, tmp_path, capfd):
     shutil.copytree(ROOT / "src" / "foci", tmp_path / "slow" / "src" / "foci", ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "slow" / "src" / "foci" / "__init__.py", "a") as file:

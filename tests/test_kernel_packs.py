@@ -167,6 +167,7 @@ with foci.use("cpu"):
 
 
 # START-02
+@pytest.mark.slow
 @pytest.mark.skipif(isinstance(build.toolchain(), str), reason="no C++ compiler")
 def test_a_cpu_kernel_is_found_in_a_pack_where_there_is_no_compiler(tmp_path):
     first = run(CALL, FOCI_CACHE_DIR=str(tmp_path / "first"))
@@ -185,6 +186,7 @@ def test_a_cpu_kernel_is_found_in_a_pack_where_there_is_no_compiler(tmp_path):
 
 
 # START-03
+@pytest.mark.slow
 @pytest.mark.skipif(isinstance(build.toolchain(), str), reason="no C++ compiler")
 def test_many_processes_compile_a_kernel_once(tmp_path):
     """Also where one of them is killed while it compiles."""
@@ -275,6 +277,7 @@ def compiled_in(folder):
     return sorted(path.stem for path in (folder / "kernels").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_pack_of_gpu_kernels_says_what_it_is(small_pack):
     pack = Pack(small_pack)
     pack.verify()
@@ -287,6 +290,7 @@ def test_a_pack_of_gpu_kernels_says_what_it_is(small_pack):
 
 
 # START-02
+@pytest.mark.slow
 def test_what_a_pack_has_is_not_compiled(small_pack, tmp_path, monkeypatch):
     without, within = (disk.usable_folder(tmp_path / name) for name in ("without", "with"))
     run_offline(without)
@@ -298,6 +302,7 @@ def test_what_a_pack_has_is_not_compiled(small_pack, tmp_path, monkeypatch):
 
 
 # START-02
+@pytest.mark.slow
 def test_a_pack_is_built_reproducibly(small_pack, tmp_path):
     kernel_packs.build("sm_80", tmp_path / "again", select=SMALL, jobs=1)
     assert (tmp_path / "again").read_bytes() == small_pack.read_bytes()

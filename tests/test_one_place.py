@@ -185,6 +185,7 @@ assert [(site.fused, site.reason) for site in sites] == [expected]
 """
 
 
+@pytest.mark.slow
 def test_a_rule_for_graphs_is_one_row(copy):
     copy.run(RULE_PROGRAM, "without")
     copy.add("fusion/views.py", '    "transpose": _transpose', '    "real": _same,\n')

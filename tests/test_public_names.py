@@ -89,6 +89,7 @@ TYPES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_the_result(tmp_path):
     pytest.importorskip("mypy")
     script = tmp_path / "user.py"

@@ -158,6 +158,7 @@ FEW = [("sequence", "lengths mask", False), ("sequence", "auxiliary", False), ("
 
 
 # NOW-03
+@pytest.mark.slow
 @pytest.mark.parametrize(("without", "tried"), [(None, TRIED), ("torch.distributed.*", FEW)], ids=["all names", "public names"])
 def test_each_rank_finds_its_part(tmp_path, monkeypatch, without, tried):
     if without is not None:

@@ -41,6 +41,7 @@ def factors(count):
 
 
 # FLEX-10
+@pytest.mark.slow
 def test_more_functions_than_caches_hold(tiny_caches):
     q = torch.randn(1, 2, 40, 8, requires_grad=True)
     for _ in range(2):

@@ -149,6 +149,7 @@ IN_COMPILED = {
 
 
 # SDPA-21, SDPA-22
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_COMPILED)
 def test_transforms_inside_compiled_functions(name):
     calls = [(*(rand(1, 2, n, 3, seed=s) for s, n in enumerate((length, length + 1, length + 1))), rand(2)) for length in (3, 5, 6)]

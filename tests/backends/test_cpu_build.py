@@ -97,6 +97,7 @@ def test_an_unusable_cache_warns_and_uses_a_private_folder(cache, monkeypatch):
     assert stat.S_IMODE(build._temporary_directory().stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_many_processes_build_at_once(cache):
     program = f"from foci.backends.cpu import build; print(build.load({SOURCE % 5!r}).answer())"
     running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -172,6 +173,7 @@ def test_without_a_compiler_the_planner_takes_another(cache, monkeypatch):
 
 
 # SDPA-15, FLEX-10
+@pytest.mark.slow
 def test_without_a_compiler_one_warning_has_the_cure_and_cached_kernels_run(cache):
     missing = {"FOCI_CXX": "no-such-compiler", "FOCI_CACHE_DIR": str(cache.parent)}
     without = run(**missing)
@@ -191,6 +193,7 @@ def test_without_a_compiler_one_warning_has_the_cure_and_cached_kernels_run(cach
 
 
 # SDPA-15
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["foci::forward", "foci::backward"])
 def test_a_compiler_that_fails_later_is_warned_of_and_done_without(cache, tmp_path, of):
     """Its kernels are forward and backward ones; where the backward alone fails, the forward has run."""

@@ -49,6 +49,7 @@ def sanitizer():
     return found if os.path.isabs(found) else None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sanitizer() is None, reason="needs g++ with AddressSanitizer's library")
 def test_calls_use_no_memory_that_is_not_theirs(tmp_path):
     env = {

@@ -102,6 +102,7 @@ def test_jagged_is_each_sequence_alone():
         torch.testing.assert_close(packed.column_sums[0, :, kv], weights.sum(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [None, lambda s, b, h, q, kv: torch.tanh(s) * 2 + s * s])
 def test_gradcheck(score):
     inputs = [t.requires_grad_() for t in tensors()]

@@ -49,6 +49,7 @@ def test_sizes_of_strided_nested_tensors():
     assert compat.strided_sizes(made).tolist() == public.strided_sizes(made).tolist() == [[2, 4], [5, 4]]
 
 
+@pytest.mark.slow
 def test_attention_and_modules_without_any_of_them():
     code = """
 import torch, foci, foci.nn

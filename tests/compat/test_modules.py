@@ -50,6 +50,7 @@ def test_attention_parameters_are_drawn_alike(options):
     assert [name for name in first if (second[name] == 9.0).any()] == ["out_proj.weight"]  # which torch leaves as its Linear draws it
 
 
+@pytest.mark.slow
 def test_an_encoder_and_transformers_without_the_names():
     code = """
 import copy, torch, transformers, foci, foci.nn

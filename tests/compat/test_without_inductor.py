@@ -41,6 +41,7 @@ def code_of(compiled):
 """
 
 
+@pytest.mark.slow
 def test_without_lowerings_the_operators_are_called_and_nothing_is_padded():
     code = """
 code = code_of(torch.compile(model, backend=foci.torch_compile.backend, fullgraph=True))
@@ -52,6 +53,7 @@ assert_found("torch._inductor.ir.", False)
     run_without("torch._inductor.ir.*,torch._inductor.lowering.*", MODEL + code)
 
 
+@pytest.mark.slow
 def test_passes_of_no_class_that_inductor_knows():
     code = """
 from foci.fusion import inductor_pass
@@ -63,6 +65,7 @@ assert_found("torch._inductor.custom_graph_pass.", False)
     run_without("torch._inductor.custom_graph_pass.*", MODEL + code)
 
 
+@pytest.mark.slow
 def test_without_any_name_of_inductor():
     code = """
 from foci.compat.inductor import with_pre_grad_pass

@@ -49,6 +49,7 @@ torch.testing.assert_close(found[1], written_out(*(t[1] for t in batched), 0.1))
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("without", "prefix"),
     [("", "torch._library."), ("torch._library.*,torch._C._any_requires_grad,torch._C._after_ADInplaceOrView_keyset", "torch._library.")],
@@ -106,6 +107,7 @@ torch.testing.assert_close(packed(x), foci.varlen_attn(x, x, x, offsets, offsets
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "without",
     ["", "torch._dynamo.variables.higher_order_ops.*", "torch._ops.HigherOrderOperator"],

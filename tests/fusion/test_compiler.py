@@ -90,6 +90,7 @@ def test_by_name_with_options():
 
 
 # FUSE-01
+@pytest.mark.slow
 @pytest.mark.skipif(inductor_backend.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_inductor_takes_the_rest(mode):
@@ -104,6 +105,7 @@ def test_inductor_takes_the_rest(mode):
 
 
 # FUSE-01
+@pytest.mark.slow
 @pytest.mark.skipif(inductor_backend.inductor_obstacle(["cpu"]) is not None, reason="no C++ compiler for Inductor")
 def test_the_pass_in_inductor():
     from torch._inductor import config

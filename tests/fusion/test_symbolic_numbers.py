@@ -175,6 +175,7 @@ def test_under_inductor(dynamic):
 
 
 # SDPA-21
+@pytest.mark.slow
 @needs_compiler
 def test_under_code_in_cpp():
     function, values = GRAPHS["window"]
@@ -182,6 +183,7 @@ def test_under_code_in_cpp():
 
 
 # SDPA-21
+@pytest.mark.slow
 @needs_compiler
 def test_under_the_pass_in_inductor():
     with torch._inductor.config.patch(pre_grad_custom_pass=inductor_pass):
@@ -204,6 +206,7 @@ def test_numbers_and_lengths_at_once():
 
 
 # SDPA-21
+@pytest.mark.slow
 @needs_compiler
 def test_a_number_beside_padded_products():
     weight = torch.randn(D, 31, requires_grad=True)

@@ -419,6 +419,7 @@ class TestCompiled:
                 gradients.append([p.grad.clone() for p in model.parameters()])
             torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
+    @pytest.mark.slow
     def test_windows_softcap_and_sinks(self):
         for name in ("gemma2", "gpt_oss"):
             torch._dynamo.reset()

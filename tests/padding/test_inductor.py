@@ -43,6 +43,7 @@ def kernels(code):
     return len(re.findall(r"^\s+(?:cpp_fused|triton_)\w*(?:\.run)?\(", call, re.M))
 
 
+@pytest.mark.slow
 def test_linear_and_cross_entropy_take_no_kernel_more_than_for_a_good_shape_but_the_copy_of_the_weight():
     layer = torch.nn.Linear(64, 2047, device=DEVICE)
     x, t = torch.randn(256, 64, device=DEVICE, requires_grad=True), torch.randint(0, 2047, (256,), device=DEVICE)

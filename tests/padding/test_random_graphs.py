@@ -113,6 +113,7 @@ def compare(program, m, k, n, trained, grow):
 
 
 # PAD-04
+@pytest.mark.slow
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS, SIZES, SIZES, SIZES, st.booleans(), st.booleans())
 def test_padded_equals_unpadded(program, m, k, n, trained, grow):

@@ -27,6 +27,7 @@ PARTS = {
         "triton and cpu and not repeats and (causal-square-dense-float16 or captured-head-scale-blocks or (distance and float32))",
         4,
     ),
+    "split_captures": ("tests/backends/triton_backend/test_triton_splits.py", "lower or learn", 2),
     "words": ("tests/backends/hopper/test_words.py", "words", 7),
     "slopes": ("tests/backends/triton_backend/test_triton_slopes.py", "packed or turned or negative or scale", 5),
     "learned": ("tests/backends/triton_backend/test_triton_learned.py", "triton and cpu and not repeats and (formula or other_way)", 2),
@@ -39,7 +40,7 @@ PARTS = {
     ),
     "far": ("tests/api/test_sdpa_sizes.py", "two_to_the_31 and triton and batch", 1),
     "streams": ("tests/backends/triton_backend/test_triton_streams.py", "zeros", 8),
-    "splits": ("tests/backends/triton_backend/test_triton_splits.py", "groups or lower or without or learn or blocks", 5),
+    "splits": ("tests/backends/triton_backend/test_triton_splits.py", "groups or without or blocks", 3),
     "excluded": (
         "tests/conformance/test_scores_with_masks.py",
         "triton and (blocks-all-where_turned or full_blocks-window-added or one_block-causal-captured or torch_blocks-by_head-everything)",
