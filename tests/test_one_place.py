@@ -188,7 +188,11 @@ assert [(site.fused, site.reason) for site in sites] == [expected]
 @pytest.mark.slow
 def test_a_rule_for_graphs_is_one_row(copy):
     copy.run(RULE_PROGRAM, "without")
-    copy.add("fusion/views.py", '    "transpose": _transpose', '    "real": _same,\n')
+    copy.add(
+        "fusion/views.py",
+        '    Rule(("transpose",)',
+        '    Rule(("real",), "real numbers are their real parts", _same, ("torch.real(x)",), ("x.sgn()",)),\n',
+    )
     copy.run(RULE_PROGRAM, "with")
 
 

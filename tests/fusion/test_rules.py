@@ -1,17 +1,21 @@
-"""Each rule that moves or computes elements, on an example, against torch; and what no rule may claim to know."""
+"""Every row of the tables by which graphs are read: its examples are read, and equal torch's; its counter-examples are left alone."""
 
 # FUSE-03
 
+import inspect
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fusing import fused, learned, qkv, reasons
 from spelling_harness import graph_of
 from torch import fx
 
+from foci.fusion import constructors, products, views, weights
 from foci.fusion.functionalize import without_writes
-from foci.fusion.fx_utils import source_location
+from foci.fusion.fx_utils import as_call, source_location
 from foci.fusion.indices import Digit, NoRule, regroup
 from foci.fusion.masking import leading_scale, masked
 from foci.fusion.products import as_product
@@ -23,9 +27,10 @@ from foci.ir.ops import apply
 from foci.ir.simplify import simplify
 
 NAMES = ("b", "h", "q_idx", "kv_idx")
+ITSELF = object()
 
 
-def dynamo_graph_of(function, tensor):
+def dynamo_graph_of(function, *tensors):
     """The same as Dynamo makes it, with what the function creates itself."""
     torch._dynamo.reset()
     found = []
@@ -35,7 +40,7 @@ def dynamo_graph_of(function, tensor):
         return module.forward
 
     # one length: it only makes a graph
-    torch.compile(lambda x: (function(x), x.sum())[0], backend=keep, fullgraph=True)(tensor)
+    torch.compile(lambda *given: (function(*given), given[0].sum())[0], backend=keep, fullgraph=True)(*tensors)
     return found[0]
 
 
@@ -54,12 +59,14 @@ def lifted(module, *, grad=False):
 
 
 def check(function, *tensors, captured=None, dynamo=False):
-    """The lifted elements equal torch's; `captured` are the names of what is read besides the inputs."""
+    """The graph, whose lifted elements equal torch's; `captured` are the names of what is read besides the inputs: `ITSELF`
+    is the result, which no rule took."""
     module = dynamo_graph_of(function, *tensors) if dynamo else graph_of(function, *tensors)
     expr, lift = lifted(module)
     values = dict(zip((n for n in module.graph.nodes if n.op == "placeholder"), tensors))
     others = {leaf for leaf in lift.leaves.values() if leaf not in values}
-    assert {n.name for n in others} == set(captured or ()), others
+    wanted = {result_of(module).name} if captured is ITSELF else set(captured or ())
+    assert {n.name for n in others} == wanted, others
     for leaf in others:
         values[leaf] = run_to(module, leaf, tensors)
     want = function(*tensors)
@@ -73,6 +80,7 @@ def check(function, *tensors, captured=None, dynamo=False):
     (got,) = evaluate((expr,), env)
     full = got.expand((1,) * (4 - want.dim()) + tuple(want.shape)).reshape(want.shape)
     torch.testing.assert_close(full.to(want.dtype), want, rtol=0, atol=0, equal_nan=True)
+    return module
 
 
 def run_to(module, node, tensors):
@@ -89,84 +97,44 @@ def run_to(module, node, tensors):
 
 X = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(0))
 ROWS = torch.tensor([2, 0, 1, 2])
-VIEWS = {
-    "view": lambda x: x.view(2, 12, 6),
-    "view of parts": lambda x: x.view(6, 4, 2, 3),
-    "view that merges and splits": lambda x: x.view(2, 12, 6).view(2, 3, 4, 6),
-    "flatten": lambda x: torch.flatten(x, 1, 2),
-    "unflatten": lambda x: x[0].unflatten(-1, (2, 3)),
-    "reshape of transposed": lambda x: x.transpose(1, 2).reshape(2, 4, 18),
-    "transpose": lambda x: x.transpose(-1, 1),
-    "swapaxes": lambda x: x.swapaxes(0, 2),
-    "permute": lambda x: x.permute(0, 2, 3, 1),
-    "permute of a list": lambda x: torch.permute(x, [3, 2, 1, 0]),
-    "movedim": lambda x: x.movedim(1, -1),
-    "T": lambda x: x[0, 0].T,
-    "mT": lambda x: x.mT,
-    "t": lambda x: x[0, 1].t(),
-    "unsqueeze": lambda x: x[0].unsqueeze(1),
-    "squeeze": lambda x: x[:1].squeeze(0),
-    "squeeze all": lambda x: x[:1, :1].squeeze(),
-    "expand": lambda x: x[:, :1].expand(2, 5, 4, 6),
-    "expand by -1": lambda x: x[:, :1].expand(-1, 5, -1, -1),
-    "broadcast_to": lambda x: torch.broadcast_to(x[0], (2, 3, 4, 6)),
-    "repeat": lambda x: x[0].repeat(2, 1, 2),
-    "tile": lambda x: x[0, 0].tile(2, 1),
-    "repeat_interleave": lambda x: x.repeat_interleave(2, dim=1),
-    "repeat_kv": lambda x: x[:, :, None].expand(2, 3, 2, 4, 6).reshape(2, 6, 4, 6),
-    "select": lambda x: x.select(1, -1),
-    "narrow": lambda x: x.narrow(2, 1, 2),
-    "slice": lambda x: x[:, 1:, ::2],
-    "slice from the end": lambda x: x[..., -3:],
-    "slice to the end": lambda x: x[:, :, :-1],
-    "None and ellipsis": lambda x: x[0, None, ..., 2],
-    "integer": lambda x: x[:, 1],
-    "split": lambda x: x.split(2, dim=3)[1],
-    "chunk": lambda x: x.chunk(3, dim=-1)[2],
-    "unbind": lambda x: x.unbind(1)[2],
-    "flip": lambda x: x.flip(-1),
-    "diagonal": lambda x: x[0].diagonal(dim1=0, dim2=1),
-    "contiguous": lambda x: x.mT.contiguous(),
-    "clone": lambda x: x.clone(),
-    "a grid's columns": lambda x: torch.meshgrid(x[0, 0, 0], x[0, 1, :, 0], indexing="ij")[1],
-    "a grid of coordinates": lambda x: torch.meshgrid(x[0, 0, 0], x[0, 1, :, 0], indexing="xy")[0],
-    "a grid of three": lambda x: torch.meshgrid([x[0, 0, 0], x[0, 1, :, 0], x[:, 0, 0, 0]], indexing="xy")[1],
-}
+INPUTS = {"x": X, "rows": ROWS}
+READ = {"views": views.RULES, "pieces": views.PIECES, "constructors": constructors.RULES}
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_view_moves_the_index(name):
-    check(VIEWS[name], X)
+def texts(part, tables):
+    """Each row's examples, or its counter-examples: those of a table may be read by one test."""
+    return [pytest.param(rule, text, id=text) for table in tables for rule in READ[table] for text in getattr(rule, part)]
 
 
-GATHERS = {
-    "gather": lambda x, i: torch.gather(x[0, 0], 1, i[None].expand(4, 4)),
-    "take_along_dim": lambda x, i: torch.take_along_dim(x[0, 0], i[None], 1),
-    "index_select": lambda x, i: x.index_select(2, i),
-    "embedding": lambda x, i: F.embedding(i, x[0, 0]),
-    "indexing": lambda x, i: x[0, :, i],
-    "indexing by two": lambda x, i: x[0, 0][i[:, None], i[None]],
-    "indexing apart": lambda x, i: x[0][i, :, i],
-}
+def function_of(text, inputs):
+    """The expression of a row, as a function of those inputs that it names."""
+    names = [name for name in inputs if re.search(rf"\b{name}\b", text)] or [next(iter(inputs))]
+    return eval(f"lambda {', '.join(names)}: {text}", {"torch": torch, "F": F}), [inputs[name] for name in names]
 
 
-@pytest.mark.parametrize("name", GATHERS)
-def test_a_gather_reads_at_an_index(name):
-    check(GATHERS[name], X, ROWS)
+def operations(module):
+    return [call.name for n in module.graph.nodes if (call := as_call(n)) is not None]
 
 
-MADE = {
-    "causal by comparison": lambda x: torch.arange(4)[:, None] >= torch.arange(6),
-    "tril": lambda x: torch.tril(torch.ones(4, 6)),
-    "triu": lambda x: torch.triu(torch.full((4, 6), 7.0), 2),
-    "eye": lambda x: torch.eye(4),
-    "arange with a step": lambda x: torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None],
-    "zeros_like": lambda x: torch.zeros_like(x),
-    "new_full": lambda x: x.new_full((4, 6), 3.0),
-    "differences": lambda x: torch.diff(torch.arange(4) * 3, prepend=torch.zeros(1, dtype=torch.int64))[:, None] + torch.zeros(6),
-    "sums of nothing": lambda x: (torch.diff(torch.arange(6)[None], prepend=torch.arange(6)[None, :1] - 1) != 1).cumsum(-1),
-    "padded": lambda x: F.pad(x, (1, 2, 0, 1), value=5.0),
-    "concatenated": lambda x: torch.cat([x, x * 2], dim=-1),
+@pytest.mark.parametrize(("rule", "text"), texts("examples", ["views", "pieces"]))
+def test_a_view_moves_the_index(rule, text):
+    function, tensors = function_of(text, INPUTS)
+    assert set(operations(check(function, *tensors))) & set(rule.names)
+
+
+@pytest.mark.parametrize(("rule", "text"), texts("examples", ["constructors"]))
+def test_what_a_graph_makes_is_an_expression(rule, text):
+    function, tensors = function_of(text, INPUTS)
+    assert set(operations(check(function, *tensors, dynamo=True))) & set(rule.names)
+
+
+@pytest.mark.parametrize(("rule", "text"), texts("counterexamples", READ))
+def test_what_looks_like_an_example_is_captured(rule, text):
+    function, tensors = function_of(text, INPUTS)
+    check(function, *tensors, captured=ITSELF, dynamo=rule in constructors.RULES)
+
+
+COMPUTED = {
     "clamped": lambda x: x.clamp(-0.5, 0.5),
     "lowest of float16": lambda x: torch.where(x > 0, x, torch.finfo(torch.float32).min).to(torch.float16).isinf(),
     "filled": lambda x: x.masked_fill(x > 0, -1.0),
@@ -177,14 +145,13 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_what_a_graph_makes_is_an_expression(name):
-    check(MADE[name], X, dynamo=True)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_a_graph_computes_is_an_expression(name):
+    check(COMPUTED[name], X, dynamo=True)
 
 
 CAPTURED = {
     "a product": (lambda x: (x @ x.mT) * 2, {"matmul"}),
-    "a view that does not line up": (lambda x: x.reshape(8, 18) * 1, {"reshape"}),
     "a sum": (lambda x: x.sum(1) + 1, {"sum_1"}),
     "a logarithm": (lambda x: x.abs().log() + 1, {"log"}),
 }
@@ -269,57 +236,58 @@ def test_two_factors_are_no_scale():
     assert leading_scale(score) == (score, 1.0)
 
 
-PRODUCTS = {
-    "matmul": (lambda a, b: torch.matmul(a, b.mT), ("m",), ("n",), 2),
-    "operator": (lambda a, b: a @ b.mT, ("m",), ("n",), 2),
-    "einsum": (lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b), ("q",), ("k",), 2),
-    "einsum with dots": (lambda a, b: torch.einsum("...qd, ...kd -> ...qk", a, b), ("q",), ("k",), 2),
-    "einsum, heads last": (lambda a, b: torch.einsum("bhqd,bhkd->bqkh", a, b), ("q",), ("k",), 2),
-    "bmm": (lambda a, b: torch.bmm(a[0], b[0].mT), ("m",), ("n",), 1),
-    "baddbmm": (lambda a, b: torch.baddbmm(a[0] @ b[0].mT, a[0], b[0].mT, beta=0, alpha=0.5), ("m",), ("n",), 1),
-    "linear": (lambda a, b: F.linear(a[0, 0], b[0, 0]), ("m0",), ("n",), 0),
-}
+A, Y = X, torch.randn(2, 3, 5, 6, generator=torch.Generator().manual_seed(1))
+SIDES = {"a": A, "b": Y}
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_have_rows_columns_and_shared_dimensions(name):
-    function, rows, columns, shared = PRODUCTS[name]
-    product = as_product(result_of(graph_of(function, X, X)))
-    assert (product.only(0), product.only(1), len(product.shared), len(product.summed)) == (rows, columns, shared, 1)
+@pytest.mark.parametrize("text", [text for rule in products.RULES for text in rule.counterexamples])
+def test_what_is_no_product(text):
+    function, tensors = function_of(text, SIDES)
+    assert as_product(result_of(graph_of(function, *tensors))) is None
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda a, b: torch.einsum("bhqd,bhkd->bqk", a, b),  # sums over the heads, too: still a product, of other labels
-        lambda a, b: torch.einsum("bhqd,bhqd,bhqd->bhq", a, b, a),
-        lambda a, b: torch.einsum("bhqd,bhkd->bhq", a, b),
-        lambda a, b: torch.mv(a[0, 0], b[0, 0, 0]),
-        lambda a, b: F.linear(a, b[0, 0], b[0, 0, :, 0]),
-    ],
-)
-def test_what_is_no_plain_product(function):
-    product = as_product(result_of(graph_of(function, X, X)))
-    assert product is None or len(product.summed) != 1
+def test_a_sum_over_heads_is_a_product_of_other_labels():
+    product = as_product(result_of(graph_of(lambda a, b: torch.einsum("bhqd,bhkd->bqk", a, b), A, Y)))
+    assert product.summed == ("h", "d")
 
 
-SOFTMAXES = {
-    "function": lambda x: F.softmax(x, dim=-1),
-    "method": lambda x: x.softmax(3),
-    "torch": lambda x: torch.softmax(x, dim=-1, dtype=torch.float64),
-    "logarithm": lambda x: torch.log_softmax(x, -1).exp(),
-}
-
-
-@pytest.mark.parametrize("name", SOFTMAXES)
-def test_spellings_of_softmax(name):
-    module = graph_of(SOFTMAXES[name], X)
-    softmax = as_softmax(result_of(module))
+@pytest.mark.parametrize("text", [text for rule in weights.SOFTMAX_RULES for text in rule.examples])
+def test_spellings_of_softmax(text):
+    function, tensors = function_of(text, INPUTS)
+    softmax = as_softmax(result_of(graph_of(function, *tensors)))
     assert (softmax.dim, softmax.source.op) == (3, "placeholder")
+    torch.testing.assert_close(function(X).to(X.dtype), X.softmax(3))
 
 
-def test_what_is_no_softmax():
-    assert as_softmax(result_of(graph_of(lambda x: x.sigmoid(), X))) is None
+@pytest.mark.parametrize("text", [text for rule in weights.SOFTMAX_RULES for text in rule.counterexamples])
+def test_what_is_no_softmax(text):
+    function, tensors = function_of(text, INPUTS)
+    assert as_softmax(result_of(graph_of(function, *tensors))) is None
+
+
+def attention_through(text):
+    """Attention whose weights go through an expression of a row."""
+    function, _ = function_of(text, {"w": None, "q": None})
+    reads_queries = "q" in inspect.signature(function).parameters
+
+    def attend(q, k, v):
+        weights = (q @ k.mT).softmax(-1)
+        weights = function(weights, q) if reads_queries else function(weights)
+        return weights @ (v if weights.dtype == v.dtype else v.to(weights.dtype))
+
+    return attend
+
+
+@pytest.mark.parametrize("text", [text for rule in weights.BETWEEN_RULES for text in rule.examples])
+def test_what_may_stand_between_the_softmax_and_the_values(text):
+    assert [site.fused for site in fused(attention_through(text), *learned(*qkv())).sites] == [True]
+
+
+@pytest.mark.parametrize("text", [text for rule in weights.BETWEEN_RULES for text in rule.counterexamples])
+def test_what_may_not_stand_there(text):
+    backend = fused(attention_through(text), *learned(*qkv()))
+    assert not any(site.fused for site in backend.sites)
+    assert all(reasons(backend))
 
 
 def names(module):
@@ -413,43 +381,29 @@ def test_ones_are_counted_where_counting_is_exact(dtype):
     check(count, torch.zeros(2, 300), captured=["cumsum"] if dtype == torch.bfloat16 else None, dynamo=True)
 
 
-LABELLED = {
-    "addmm": lambda a, b: torch.addmm(a[:1, :1], a, b.t(), beta=0.5, alpha=2),
-    "inner": lambda a, b: torch.inner(a[None], b),
-    "tensordot": lambda a, b: torch.tensordot(a.t(), b, ([0], [1])),
-    "tensordot of two": lambda a, b: torch.tensordot(a.view(4, 2, 3), b.view(5, 2, 3), ([1, 2], [1, 2])),
-    "tensordot of the last": lambda a, b: torch.tensordot(a, b.t(), 1),
-    "sums": lambda a, b: (a[:, None] * b[None]).sum(-1),
-    "sums over the first": lambda a, b: (a.t()[:, :, None] * b.t()[:, None]).sum(0),
-}
-
-
-@pytest.mark.parametrize("name", LABELLED)
-def test_products_by_their_labels(name):
+@pytest.mark.parametrize(("rule", "text"), [pytest.param(rule, text, id=text) for rule in products.RULES for text in rule.examples])
+def test_products_by_their_labels(rule, text):
     """What the labels say, summed by einsum, is what the node makes."""
-    a, b = torch.randn(4, 6), torch.randn(5, 6)
-    module = graph_of(LABELLED[name], a, b)
-    product = as_product(result_of(module))
+    function, tensors = function_of(text, SIDES)
+    module = graph_of(function, *tensors)
+    node = result_of(module)
+    product = as_product(node)
+    assert as_call(node).name in rule.names
+    assert all(product.only(side) for side in (0, 1))
+    assert product.summed
     letters = {label: chr(ord("a") + n) for n, label in enumerate(dict.fromkeys((*product.labels[0], *product.labels[1])))}
-    operands = [run_to(module, node, (a, b)) for node in product.operands]
+    operands = [run_to(module, operand, tensors) for operand in product.operands]
     operands = [t.reshape([n for n, label in zip(t.shape, labels) if label]) for t, labels in zip(operands, product.labels)]
-    texts = ["".join(letters[label] for label in labels if label) for labels in product.labels]
-    made = product.alpha * torch.einsum(f"{texts[0]},{texts[1]}->{''.join(letters[label] for label in product.out)}", *operands)
+    equation = ["".join(letters[label] for label in labels if label) for labels in product.labels]
+    made = product.alpha * torch.einsum(f"{equation[0]},{equation[1]}->{''.join(letters[label] for label in product.out)}", *operands)
     if product.addend is not None:
-        made = made + product.beta * run_to(module, product.addend, (a, b))
-    torch.testing.assert_close(made, LABELLED[name](a, b))
+        made = made + product.beta * run_to(module, product.addend, tensors)
+    torch.testing.assert_close(made, function(*tensors))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda a, b: (a * a).sum(-1),
-        lambda a, b: (a[:, None] * b[None]).sum(-1, keepdim=True),
-        lambda a, b: (a[:, None] * b[None]).sum(),
-        lambda a, b: (a[:, None] * b[None]).sum((0, 2)),
-        lambda a, b: (a[:, None] * b[None]).sum(0),
-        lambda a, b: (a[:, None] + b[None]).sum(-1),
-    ],
-)
-def test_sums_that_are_no_products(function):
-    assert as_product(result_of(graph_of(function, torch.randn(4, 6), torch.randn(5, 6)))) is None
+ALL = (*views.RULES, *views.PIECES, *constructors.RULES, *products.RULES, *weights.SOFTMAX_RULES, *weights.BETWEEN_RULES)
+
+
+def test_every_row_has_its_parts():
+    assert all(rule.names and rule.meaning and rule.examples and rule.counterexamples for rule in ALL)
+    assert len({rule.meaning for rule in ALL}) == len(ALL)

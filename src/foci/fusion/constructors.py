@@ -28,13 +28,14 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.ops import LEAVES, apply, cast
 from foci.ir.rewrite import rewrite
+from foci.ir.rule import Rule, by_name
 from foci.ir.simplify import simplify
 from foci.ir.trace import element_dtype
 
 if TYPE_CHECKING:
     from foci.fusion.symbolic_element import Lift
 
-__all__ = ["MAKERS", "as_held"]
+__all__ = ["MAKERS", "RULES", "as_held"]
 
 Maker: TypeAlias = Callable[["Lift", fx.Node, Call, Index], Expr | None]
 
@@ -223,12 +224,37 @@ def _cumsum(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr | None:
 
 _COUNTING: Final = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
 
-MAKERS: Final[Mapping[str, Maker]] = {
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), _filled(0)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), _filled(1)),
-    **dict.fromkeys(("full", "full_like", "new_full"), _filled(None)),
-    **dict.fromkeys(("tensor", "scalar_tensor", "as_tensor"), _tensor),
-    "arange": _arange, "tril": _triangle(lower=True), "triu": _triangle(lower=False), "eye": _eye,
-    "diff": _diff, "cumsum": _cumsum, "pad": _pad, "cat": _cat,
-    "hstack": _stacked(1), "vstack": _stacked(0), "row_stack": _stacked(0),
-}  # fmt: skip
+# Examples are of `x`, floats [2, 3, 4, 6], and `rows`, four integers below 3.
+RULES: Final[tuple[Rule[Maker], ...]] = (
+    Rule(("zeros", "zeros_like", "new_zeros"), "0 everywhere", _filled(0), ("torch.zeros_like(x)", "x.new_zeros(4, 6)"),
+         ("torch.zeros(4).scatter(0, rows, 1.0)",)),
+    Rule(("ones", "ones_like", "new_ones"), "1 everywhere", _filled(1), ("torch.ones_like(x)", "torch.ones(4, 6)"),
+         ("torch.ones(4).scatter(0, rows, 0.0)",)),
+    Rule(("full", "full_like", "new_full"), "one number everywhere", _filled(None), ("x.new_full((4, 6), 3.0)", "torch.full_like(x, 3.0)"),
+         ("torch.full((4, 6), 3.0).index_fill(0, rows, 1.0)",)),
+    Rule(("tensor", "scalar_tensor", "as_tensor"), "one number", _tensor, ("torch.scalar_tensor(3.0).expand(4)",),
+         ("torch.tensor([3.0, 1.0])",)),
+    Rule(("arange",), "a multiple of the position, plus a start", _arange,
+         ("torch.arange(4)[:, None] >= torch.arange(6)", "torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None]"),
+         ("torch.linspace(0.0, 1.0, 4)",)),
+    Rule(("tril",), "the source up to a diagonal, else 0", _triangle(lower=True), ("torch.tril(torch.ones(4, 6))",),
+         ("torch.tril_indices(4, 6)",)),
+    Rule(("triu",), "the source from a diagonal on, else 0", _triangle(lower=False), ("torch.triu(torch.full((4, 6), 7.0), 2)",),
+         ("torch.triu_indices(4, 6)",)),
+    Rule(("eye",), "1 where row and column are one number", _eye, ("torch.eye(4)",), ("torch.diag(x[0, 0, 0])",)),
+    Rule(("diff",), "an element less the one before it", _diff,
+         ("torch.diff(torch.arange(4) * 3, prepend=torch.zeros(1, dtype=torch.int64))[:, None] + torch.zeros(6)", "torch.diff(x)"),
+         ("torch.diff(x, 2)",)),
+    Rule(("cumsum",), "a count of ones, where counting is exact, or 0", _cumsum,
+         ("(torch.diff(torch.arange(6)[None], prepend=torch.arange(6)[None, :1] - 1) != 1).cumsum(-1)", "torch.ones(2, 300).cumsum(-1)"),
+         ("x.cumsum(-1)", "torch.ones(2, 300, dtype=torch.bfloat16).cumsum(-1)")),
+    Rule(("pad",), "the source inside, one number outside", _pad, ("F.pad(x, (1, 2, 0, 1), value=5.0)",),
+         ('F.pad(x[0], (1, 1), mode="reflect")',)),
+    Rule(("cat",), "tensors side by side", _cat, ("torch.cat([x, x * 2], dim=-1)",), ("torch.block_diag(x[0, 0], x[0, 1])",)),
+    Rule(("hstack",), "tensors side by side in their second dimension", _stacked(1), ("torch.hstack([x, x * 2])",),
+         ("torch.hstack([x[0, 0, 0], x[0, 1, 0]])",)),
+    Rule(("vstack", "row_stack"), "tensors side by side in their first dimension", _stacked(0), ("torch.vstack([x, x * 2])",),
+         ("torch.vstack([x[0, 0, 0], x[0, 1, 0]])",)),
+)  # fmt: skip
+
+MAKERS: Final[Mapping[str, Maker]] = by_name(RULES)

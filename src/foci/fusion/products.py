@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch import fx
 
 from foci.fusion.fx_utils import Call, as_call, fixed_number, is_tensor, is_written, node_rank, node_shape, same_size, single
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["Label", "Product", "as_product"]
+__all__ = ["RULES", "Label", "Product", "as_product"]
 
 Label = str | None
 """Name of a dimension; None for one of size 1 that is broadcast."""
@@ -50,6 +51,9 @@ class Product:
         """Labels of the result that are no operand's alone: batch and heads."""
         alone = {*self.only(0), *self.only(1)}
         return tuple(name for name in self.out if name not in alone)
+
+
+Reader: TypeAlias = Callable[[fx.Node, Call], Product | None]
 
 
 def as_product(node: fx.Node) -> Product | None:
@@ -189,12 +193,28 @@ def _einsum(node: fx.Node, call: Call) -> Product | None:
     return None if one_sided else Product(node, (operands[0], operands[1]), (labels[0], labels[1]), tuple(out))
 
 
-_PRODUCTS: Final[Mapping[str, Callable[[fx.Node, Call], Product | None]]] = {
-    "matmul": _matmul,
-    **dict.fromkeys(("baddbmm", "addmm"), _baddbmm),
-    "inner": _inner,
-    "tensordot": _tensordot,
-    "sum": _summed_products,
-    "linear": _linear,
-    "einsum": _einsum,
-}
+# Examples are of `a` [2, 3, 4, 6] and `b` [2, 3, 5, 6].
+RULES: Final[tuple[Rule[Reader], ...]] = (
+    Rule(("matmul",), "rows of the left by columns of the right, for each batch entry", _matmul,
+         ("torch.matmul(a, b.mT)", "a @ b.mT", "torch.bmm(a[0], b[0].mT)"), ("a[0, 0] @ b[0, 0, 0]", "torch.mv(a[0, 0], b[0, 0, 0])")),
+    Rule(("baddbmm", "addmm"), "a multiple of a product, added to a multiple of a tensor", _baddbmm,
+         ("torch.baddbmm(a[0] @ b[0].mT, a[0], b[0].mT, beta=0, alpha=0.5)",
+          "torch.addmm(a[0, 0, :1, :1], a[0, 0], b[0, 0].t(), beta=0.5, alpha=2)"), ("torch.addbmm(a[0, 0] @ b[0, 0].mT, a[0], b[0].mT)",)),
+    Rule(("inner",), "a sum over both last dimensions", _inner, ("torch.inner(a[0, 0][None], b[0, 0])",),
+         ("torch.inner(a[0, 0], b[0, 0, 0])",)),
+    Rule(("tensordot",), "a sum over the dimensions that are named", _tensordot,
+         ("torch.tensordot(a[0, 0].t(), b[0, 0], ([0], [1]))", "torch.tensordot(a[0, 0], b[0, 0].t(), 1)",
+          "torch.tensordot(a[0, 0].view(4, 2, 3), b[0, 0].view(5, 2, 3), ([1, 2], [1, 2]))"), ("torch.tensordot(a[0, 0], b[0, 0], 0)",)),
+    Rule(("sum",), "a sum of products of tensors that are broadcast to each other", _summed_products,
+         ("(a[0, 0][:, None] * b[0, 0][None]).sum(-1)", "(a[0, 0].t()[:, :, None] * b[0, 0].t()[:, None]).sum(0)"),
+         ("(a * a).sum(-1)", "(a[0, 0][:, None] * b[0, 0][None]).sum(-1, keepdim=True)", "(a[0, 0][:, None] * b[0, 0][None]).sum()",
+          "(a[0, 0][:, None] * b[0, 0][None]).sum((0, 2))", "(a[0, 0][:, None] * b[0, 0][None]).sum(0)",
+          "(a[0, 0][:, None] + b[0, 0][None]).sum(-1)")),
+    Rule(("linear",), "rows by the rows of a weight, without a bias", _linear, ("F.linear(a[0, 0], b[0, 0])", "F.linear(a, b[0, 0])"),
+         ("F.linear(a, b[0, 0], b[0, 0, :, 0])",)),
+    Rule(("einsum",), "two operands, by the labels of the equation", _einsum,
+         ('torch.einsum("bhqd,bhkd->bhqk", a, b)', 'torch.einsum("...qd, ...kd -> ...qk", a, b)', 'torch.einsum("bhqd,bhkd->bqkh", a, b)'),
+         ('torch.einsum("bhqd,bhqd,bhqd->bhq", a, a, a)', 'torch.einsum("bhqd,bhkd->bhq", a, b)')),
+)  # fmt: skip
+
+_PRODUCTS: Final[Mapping[str, Reader]] = by_name(RULES)

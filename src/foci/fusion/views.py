@@ -1,6 +1,6 @@
 """View operations, one small rule each: where in the source the element at an index of the result is.
 
-A new form of a view, an expansion or a selection is one rule here. It then works for operands, masks, biases and for what is between
+A new form of a view, an expansion or a selection is one row of `RULES`. It then works for operands, masks, biases and for what is between
 softmax and second product.
 """
 
@@ -30,8 +30,9 @@ from foci.fusion.indices import Digits, Index, NoRule, broadcast_index, combine_
 from foci.ir import expr as ir
 from foci.ir.expr import Expr
 from foci.ir.ops import apply
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["PARTS", "VIEWS", "At", "step", "view_source"]
+__all__ = ["PARTS", "PIECES", "RULES", "VIEWS", "At", "PieceOf", "step", "view_source"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class At:
 
 
 Place: TypeAlias = tuple[fx.Node, Index]
-Rule: TypeAlias = Callable[[At], Place]
+Move: TypeAlias = Callable[[At], Place]
 
 
 def view_source(call: Call) -> fx.Node:
@@ -351,50 +352,115 @@ def _by_slice(at: At, digits: Digits, size: Size, entry: slice) -> Digits:
     return _sliced(at, digits, size, -1, entry.start, example_value(entry.step))
 
 
+@dataclass(frozen=True)
+class PieceOf:
+    """One result of an operation that has several, asked for the element at `index`.
+
+    Attributes:
+        producer: the node that makes all of them.
+        call: its operation.
+        which: the number of this one.
+        number: a size as an expression.
+    """
+
+    producer: fx.Node
+    call: Call
+    which: int
+    index: Index
+    number: Callable[[Size], Expr]
+
+
+Piece: TypeAlias = Callable[[PieceOf], Place | None]
+
+
 def _part(node: fx.Node, call: Call, index: Index, number: Callable[[Size], Expr]) -> Place | None:
-    """Source of one result of split, chunk or unbind."""
+    """Source of one result of split, chunk, unbind or meshgrid."""
     producer = call.args[0]
-    split_call = as_call(producer) if isinstance(producer, fx.Node) else None
-    if split_call is None or not isinstance(call.args[1], int):
+    producer_call = as_call(producer) if isinstance(producer, fx.Node) else None
+    if producer_call is None or not isinstance(call.args[1], int):
         return None
-    if split_call.name == "meshgrid":
-        return _find_meshgrid_source(split_call, call.args[1], index)
-    if split_call.name not in PARTS:
-        return None
-    source = view_source(split_call)
-    shape, parts = node_shape(source), example_value(producer)
-    dim = _dim(split_call.argument(PARTS[split_call.name], "dim", 0), len(shape))
-    which = call.args[1] % len(parts)
-    if split_call.name == "unbind":
-        return source, (*index[:dim], one_digit(number(which), shape[dim]), *index[dim:])
+    rule = _PIECES.get(producer_call.name)
+    return None if rule is None else rule(PieceOf(producer, producer_call, call.args[1], index, number))
+
+
+def _split(at: PieceOf) -> Place | None:
+    source = view_source(at.call)
+    shape, parts = node_shape(source), example_value(at.producer)
+    dim = _dim(at.call.argument(PARTS[at.call.name], "dim", 0), len(shape))
+    which = at.which % len(parts)
+    if at.call.name == "unbind":
+        return source, (*at.index[:dim], one_digit(at.number(which), shape[dim]), *at.index[dim:])
     start = sum(p.shape[dim] for p in parts[:which])
-    digits = index[dim]
+    digits = at.index[dim]
     if not (isinstance(start, int) and start == 0):
-        digits = offset(digits, number(start), 1, shape[dim], number)
-    return source, (*index[:dim], digits, *index[dim + 1 :])
+        digits = offset(digits, at.number(start), 1, shape[dim], at.number)
+    return source, (*at.index[:dim], digits, *at.index[dim + 1 :])
 
 
-def _find_meshgrid_source(meshgrid: Call, which: int, index: Index) -> Place | None:
-    """Source of one result of meshgrid, which varies along one dimension only."""
-    axes = meshgrid.args[0] if meshgrid.args and isinstance(meshgrid.args[0], (list, tuple)) else meshgrid.args
-    which = which % len(axes)
+def _meshgrid(at: PieceOf) -> Place | None:
+    """A grid varies along one dimension only."""
+    args = at.call.args
+    axes = args[0] if args and isinstance(args[0], (list, tuple)) else args
+    which = at.which % len(axes)
     source = axes[which]
     if not is_tensor(source):
         return None
-    is_transposed = meshgrid.kwargs.get("indexing") == "xy" and which < 2 and len(axes) > 1
-    return source, (index[1 - which if is_transposed else which],) if node_rank(source) else ()
+    is_transposed = at.call.kwargs.get("indexing") == "xy" and which < 2 and len(axes) > 1
+    return source, (at.index[1 - which if is_transposed else which],) if node_rank(source) else ()
 
 
 PARTS: Final = {"split": 2, "chunk": 2, "tensor_split": 2, "split_with_sizes": 2, "unsafe_chunk": 2, "unsafe_split": 2, "unbind": 1}
+"""Operations that split a tensor, and which of their arguments is the dim."""
 
-VIEWS: Final[Mapping[str, Rule]] = {
-    **dict.fromkeys(("contiguous", "clone", "alias", "lift_fresh_copy", "cpu", "cuda", "resolve_conj", "resolve_neg"), _same),
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"), _reshape),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("repeat", "tile"), _repeat),
-    **dict.fromkeys(("gather", "take_along_dim"), _gather),
-    "transpose": _transpose, "t": _t, "adjoint": _last_two, "permute": _permute, "movedim": _movedim, "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze, "repeat_interleave": _repeat_interleave, "select": _select, "narrow": _narrow, "slice": _slice,
-    "flip": _flip, "diagonal": _diagonal, "index_select": _index_select, "embedding": _embedding, "getitem": _getitem,
-}  # fmt: skip
-"""Name of an operation to its rule."""
+# Examples are of `x`, floats [2, 3, 4, 6], and `rows`, four integers below 3.
+RULES: Final[tuple[Rule[Move], ...]] = (
+    Rule(("contiguous", "clone", "alias", "lift_fresh_copy", "cpu", "cuda", "resolve_conj", "resolve_neg"),
+         "a copy has its source's elements", _same, ("x.mT.contiguous()", "x.clone()"), ("x.sort(-1).values",)),
+    Rule(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"),
+         "elements keep their order under other dimensions, which must line up", _reshape,
+         ("x.view(2, 12, 6)", "x.view(6, 4, 2, 3)", "x.view(2, 12, 6).view(2, 3, 4, 6)", "torch.flatten(x, 1, 2)", "x.view_as(x)",
+          "x[0].unflatten(-1, (2, 3))", "x.transpose(1, 2).reshape(2, 4, 18)"), ("x.reshape(8, 18)",)),
+    Rule(("expand", "expand_as", "broadcast_to"), "a dimension of size 1 is read at 0 wherever the result is read", _expand,
+         ("x[:, :1].expand(2, 5, 4, 6)", "x[:, :1].expand(-1, 5, -1, -1)", "torch.broadcast_to(x[0], (2, 3, 4, 6))",
+          "x[:, :, None].expand(2, 3, 2, 4, 6).reshape(2, 6, 4, 6)"), ("torch.outer(x[0, 0, 0], x[0, 1, 0])",)),
+    Rule(("repeat", "tile"), "a dimension repeats as a whole", _repeat, ("x[0].repeat(2, 1, 2)", "x[0, 0].tile(2, 1)"),
+         ("torch.cartesian_prod(x[0, 0, 0], x[0, 1, 0])",)),
+    Rule(("repeat_interleave",), "each entry of a dimension repeats a fixed number of times", _repeat_interleave,
+         ("x.repeat_interleave(2, dim=1)",), ("x.repeat_interleave(2)",)),
+    Rule(("transpose",), "two dimensions change places", _transpose, ("x.transpose(-1, 1)", "x.swapaxes(0, 2)"),
+         ("x.rot90(1, (1, 3))",)),
+    Rule(("t",), "the dimensions of a matrix change places", _t, ("x[0, 0].T", "x[0, 1].t()"), ("x[0, 0].rot90()",)),
+    Rule(("adjoint",), "the last two dimensions change places", _last_two, ("x.mT", "x.adjoint()"), ("x.rot90(1, (-2, -1))",)),
+    Rule(("permute",), "dimensions in another order", _permute, ("x.permute(0, 2, 3, 1)", "torch.permute(x, [3, 2, 1, 0])"),
+         ("F.pixel_unshuffle(x, 2)",)),
+    Rule(("movedim",), "some dimensions move, the others keep their order", _movedim, ("x.movedim(1, -1)",), ("x.roll(1, 1)",)),
+    Rule(("unsqueeze",), "a new dimension of size 1", _unsqueeze, ("x[0].unsqueeze(1)",), ("x[0, 0].diag_embed()",)),
+    Rule(("squeeze",), "dimensions of size 1 go", _squeeze, ("x[:1].squeeze(0)", "x[:1, :1].squeeze()"), ("x.sum(1)",)),
+    Rule(("select",), "one entry of a dimension", _select, ("x.select(1, -1)",), ("x.amax(1)",)),
+    Rule(("narrow",), "some neighbours of a dimension", _narrow, ("x.narrow(2, 1, 2)",), ("x[0, 0].unfold(0, 2, 1)",)),
+    Rule(("slice",), "entries of a dimension from one on, by a step", _slice, ("torch.ops.aten.slice.Tensor(x, 2, 1, 4, 2)",),
+         ("torch.ops.aten.slice_scatter(x, x[:, :, 1:], 2, 1)",)),
+    Rule(("flip",), "dimensions from their end on", _flip, ("x.flip(-1)",), ("x.roll(1, -1)",)),
+    Rule(("diagonal",), "entries at which two dimensions agree", _diagonal, ("x[0].diagonal(dim1=0, dim2=1)",),
+         ("x[0].diagonal(1, 0, 1)",)),
+    Rule(("gather", "take_along_dim"), "an index along one dimension, read at every position", _gather,
+         ("torch.gather(x[0, 0], 1, rows[None].expand(4, 4))", "torch.take_along_dim(x[0, 0], rows[None], 1)"),
+         ("torch.take_along_dim(x[0, 0], rows)",)),
+    Rule(("index_select",), "an index along one dimension, the same for all others", _index_select, ("x.index_select(2, rows)",),
+         ("x.index_fill(2, rows, 0.0)",)),
+    Rule(("embedding",), "rows of a table", _embedding, ("F.embedding(rows, x[0, 0])",), ("F.embedding_bag(rows[None], x[0, 0])",)),
+    Rule(("getitem",), "basic and advanced indexing", _getitem,
+         ("x[:, 1:, ::2]", "x[..., -3:]", "x[:, :, :-1]", "x[0, None, ..., 2]", "x[:, 1]", "x[0, :, rows]",
+          "x[0, 0][rows[:, None], rows[None]]", "x[0][rows, :, rows]"), ("x[0, 0].index_put((rows,), x[0, 0, :1])",)),
+)  # fmt: skip
+PIECES: Final[tuple[Rule[Piece], ...]] = (
+    Rule(tuple(PARTS), "a piece of a dimension, or one of its entries", _split,
+         ("x.split(2, dim=3)[1]", "x.chunk(3, dim=-1)[2]", "x.unbind(1)[2]"), ("x.sort(-1)[0]",)),
+    Rule(("meshgrid",), "a vector that is read along one dimension of a grid", _meshgrid,
+         ('torch.meshgrid(x[0, 0, 0], x[0, 1, :, 0], indexing="ij")[1]', 'torch.meshgrid(x[0, 0, 0], x[0, 1, :, 0], indexing="xy")[0]',
+          'torch.meshgrid([x[0, 0, 0], x[0, 1, :, 0], x[:, 0, 0, 0]], indexing="xy")[1]'),
+         ("torch.cartesian_prod(x[0, 0, 0], x[0, 1, :, 0])",)),
+)  # fmt: skip
+
+VIEWS: Final[Mapping[str, Move]] = by_name(RULES)
+_PIECES: Final[Mapping[str, Piece]] = by_name(PIECES)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
@@ -29,12 +30,10 @@ from foci.fusion.indices import Index, NoRule, broadcast_index
 from foci.fusion.is_binary import is_truth
 from foci.fusion.symbolic_element import Lift, stops_gradient
 from foci.fusion.views import VIEWS, step
+from foci.ir.rule import Rule, by_name
 from foci.ir.simplify import simplify
 
-__all__ = ["BETWEEN", "Softmax", "Walk", "as_softmax", "walk_up"]
-
-BETWEEN: Final = frozenset({*VIEWS, *CASTS, "dropout", "mul", "div", "masked_fill", "where", "nan_to_num"})
-"""Operations that may stand between a softmax and the second product."""
+__all__ = ["BETWEEN", "BETWEEN_RULES", "SOFTMAX_RULES", "Passed", "Softmax", "Walk", "as_softmax", "walk_up"]
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,15 @@ def as_softmax(node: fx.Node) -> Softmax | None:
     call = as_call(node)
     if call is None or not is_tensor(node):
         return None
-    if call.name in ("softmax", "_safe_softmax"):
-        source, dim = call.argument(0, "input"), call.argument(1, "dim", -1)
-        if not is_tensor(source) or not isinstance(dim, int):
-            return None
-        return Softmax(node, source, dim % node_rank(source), frozenset({node}))
-    return _match_exp(node, call) if call.name == "exp" else None
+    read = _SOFTMAXES.get(call.name)
+    return None if read is None else read(node, call)
+
+
+def _match_softmax(node: fx.Node, call: Call) -> Softmax | None:
+    source, dim = call.argument(0, "input"), call.argument(1, "dim", -1)
+    if not is_tensor(source) or not isinstance(dim, int):
+        return None
+    return Softmax(node, source, dim % node_rank(source), frozenset({node}))
 
 
 def _match_exp(node: fx.Node, call: Call) -> Softmax | None:
@@ -104,6 +106,18 @@ def _match_exp_minus_logsumexp(node: fx.Node, difference: fx.Node, inner: Call) 
     if not isinstance(dim, int) or keeps_dim != (back is None) or (back is not None and back % rank != dim % rank):
         return None
     return Softmax(node, source, dim % rank, frozenset(inside))
+
+
+# Examples are of `x` [2, 3, 4, 6].
+SOFTMAX_RULES: Final[tuple[Rule[Callable[[fx.Node, Call], Softmax | None]], ...]] = (
+    Rule(("softmax", "_safe_softmax"), "torch's softmax", _match_softmax,
+         ("F.softmax(x, dim=-1)", "x.softmax(3)", "torch.softmax(x, dim=-1, dtype=torch.float64)"),
+         ("x.sigmoid()", "F.softmin(x, dim=-1)")),
+    Rule(("exp",), "an exponential of log_softmax, or of what remains less its own logsumexp", _match_exp,
+         ("torch.log_softmax(x, -1).exp()", "(x - x.logsumexp(-1, True)).exp()", "(x - x.logsumexp(-1).unsqueeze(-1)).exp()"),
+         ("x.exp()", "(x - x.amax(-1, True)).exp()", "(x * 2 - x.logsumexp(-1, True)).exp()", "(x - x.logsumexp((-1, -2), True)).exp()")),
+)  # fmt: skip
+_SOFTMAXES: Final = by_name(SOFTMAX_RULES)
 
 
 @dataclass
@@ -154,45 +168,52 @@ def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[f
             raise NoRule(f"{node.name} stands between the softmax and the second product")
         if call.name == "getitem" and call.args[1] == 0 and (made := as_call(call.args[0])) is not None and made.name == "dropout":
             call = made  # native_dropout gives the result and its mask
-        node = _above(walk, node, call, start, index, between, softmax, lift)
+        source = next((a for a in call.args if isinstance(a, fx.Node) and a in between), call.kwargs.get("input"))
+        rule = _BETWEEN.get(call.name)
+        if not isinstance(source, fx.Node) or rule is None:
+            raise NoRule(f"{call.name} stands between the softmax and the second product")
+        rule(Passed(walk, node, call, source, start, index, softmax, lift))
+        node = source
     return walk
 
 
-def _above(
-    walk: Walk, node: fx.Node, call: Call, start_node: fx.Node, start: Index, between: frozenset[fx.Node], softmax: Softmax, lift: Lift
-) -> fx.Node:
-    source = next((a for a in call.args if isinstance(a, fx.Node) and a in between), call.kwargs.get("input"))
-    if not isinstance(source, fx.Node):
-        raise NoRule(f"{call.name} stands between the softmax and the second product")
-    if call.name in CASTS:
-        _check_cast(node, start_node)
-        return source
-    if call.name == "nan_to_num":
-        return source
-    if call.name == "dropout":
-        _drop(walk, call)
-        return source
-    if call.name in ("mul", "div"):
-        _multiply(walk, call, source, unmoved=walk.index == start)
-        return source
-    if call.name in ("masked_fill", "where"):
-        _zero(walk, call, source, softmax, lift)
-        return source
-    raise NoRule(f"{call.name} stands between the softmax and the second product")
+class Passed(NamedTuple):
+    """An operation that the walk passes.
+
+    Attributes:
+        walk: notes what the operation does to the weights.
+        source: the weights above it.
+        read: the second product's operand, and its index at the start of the walk.
+    """
+
+    walk: Walk
+    node: fx.Node
+    call: Call
+    source: fx.Node
+    read: fx.Node
+    start: Index
+    softmax: Softmax
+    lift: Lift
 
 
-def _check_cast(node: fx.Node, read: fx.Node) -> None:
+def _check_cast(at: Passed) -> None:
     """Weights that are rounded and widened again are not those of a softmax."""
-    if is_half(node_dtype(node)) and node_dtype(read) == torch.float32:
-        raise NoRule(f"the weights are rounded to {str(node_dtype(node)).removeprefix('torch.')} and widened again")
+    dtype = node_dtype(at.node)
+    if is_half(dtype) and node_dtype(at.read) == torch.float32:
+        raise NoRule(f"the weights are rounded to {str(dtype).removeprefix('torch.')} and widened again")
 
 
-def _drop(walk: Walk, call: Call) -> None:
+def _pass_numbers(at: Passed) -> None:
+    """A softmax without scores gives zeros already."""
+
+
+def _drop(at: Passed) -> None:
+    call = at.call
     probability = fixed_number(call.argument(1, "p", 0.5))
     training = example_value(call.argument(2, "training", call.kwargs.get("train", True)))
     if training is False or probability == 0.0:
         return
-    _dropped(walk, probability)
+    _dropped(at.walk, probability)
 
 
 def _dropped(walk: Walk, probability: Any) -> None:
@@ -203,7 +224,8 @@ def _dropped(walk: Walk, probability: Any) -> None:
     walk.dropout = float(probability)
 
 
-def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None:
+def _multiply(at: Passed) -> None:
+    walk, call, source = at.walk, at.call, at.source
     other = call.args[1] if call.args[0] is source else call.args[0]
     value = fixed_number(other)
     if isinstance(value, (int, float)) and (call.name == "mul" or call.args[0] is source):
@@ -222,7 +244,7 @@ def _multiply(walk: Walk, call: Call, source: fx.Node, *, unmoved: bool) -> None
             walk.zeroed.append((other, walk.index, False))
             return
         raise NoRule("the weights are multiplied by a tensor that differs between keys")
-    if not unmoved and shape and not all(same_size(n, 1) for n in shape):
+    if walk.index != at.start and shape and not all(same_size(n, 1) for n in shape):
         raise NoRule("the weights are multiplied by a tensor and then moved")
     walk.factors.append(other)
 
@@ -250,7 +272,8 @@ def _kept_at_random(node: fx.Node) -> float | None:
     return None
 
 
-def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax, lift: Lift) -> None:
+def _zero(at: Passed) -> None:
+    walk, call, source = at.walk, at.call, at.source
     if call.name == "masked_fill":
         mask, fill, when = call.argument(1, "mask"), call.argument(2, "value"), True
     else:
@@ -258,9 +281,9 @@ def _zero(walk: Walk, call: Call, source: fx.Node, softmax: Softmax, lift: Lift)
         if is_tensor(mask) and mask is source:  # the method: x.where(condition, other)
             mask, kept_weights = kept_weights, mask
         fill, when = (other, False) if kept_weights is source else (kept_weights, True)
-    if not is_tensor(mask) or not _is_zero(fill, walk.index, lift):
+    if not is_tensor(mask) or not _is_zero(fill, walk.index, at.lift):
         raise NoRule("weights are replaced after the softmax")
-    tested = frozenset((mask,)) if _asks_for_nan(mask, source) else _tested_empty(mask, softmax)
+    tested = frozenset((mask,)) if _asks_for_nan(mask, source) else _tested_empty(mask, at.softmax)
     if tested is None:
         walk.zeroed.append((mask, walk.index, when))
     elif when:
@@ -294,3 +317,20 @@ def _tested_empty(node: fx.Node, softmax: Softmax) -> frozenset[fx.Node] | None:
     if dim % node_rank(node) != softmax.dim or (inner.name == "eq" and inner.args[1] != -math.inf):
         return None
     return frozenset({node, call.args[0]})
+
+
+# Examples are of the weights `w` [B, H, Sq, Skv], which are multiplied with the values then, and the queries `q` [B, H, Sq, D].
+BETWEEN_RULES: Final[tuple[Rule[Callable[[Passed], None]], ...]] = (
+    Rule(tuple(sorted(CASTS)), "weights in another dtype", _check_cast, ("w.to(q.dtype)", "w.double()"), ("w.bfloat16().float()",)),
+    Rule(("nan_to_num",), "zeros for rows without scores", _pass_numbers, ("w.nan_to_num()",), ("w.clamp(0.1, 1.0)",)),
+    Rule(("dropout",), "weights that are dropped, once", _drop, ("F.dropout(w, 0.5, training=False)",),
+         ("F.dropout(F.dropout(w, 1.0), 1.0)",)),
+    Rule(("mul", "div"), "a number, or one factor for each row", _multiply, ("w * 2", "w / 4", "w * q[..., :1]"),
+         ("w * torch.arange(w.shape[-1])", "w / q[..., :1]", "w ** 2")),
+    Rule(("masked_fill", "where"), "zeros where the scores are masked, or for rows without scores", _zero,
+         ("w.masked_fill(w.isnan(), 0.0)", "torch.where(w.isnan(), 0.0, w)"),
+         ("w.masked_fill(torch.arange(w.shape[-1]) > 5, 0.0)", "torch.where(q[..., :1] > 0, w, 0.0)", "w.masked_fill(w.isnan(), 0.5)")),
+)  # fmt: skip
+_BETWEEN: Final = by_name(BETWEEN_RULES)
+BETWEEN: Final = frozenset({*VIEWS, *_BETWEEN})
+"""Operations that may stand between a softmax and the second product."""
