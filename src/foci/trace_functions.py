@@ -16,9 +16,10 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.function_fingerprint import NOTHING, Fingerprint, fingerprint, shared
 from foci.ir.lift_constants import lift_constants
+from foci.ir.lift_mask import lift_mask
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rewrite
-from foci.ir.simplify import lift_mask, simplify
+from foci.ir.simplify import simplify
 from foci.ir.trace import SYMBOLIC_BASE, TraceError, Tracer
 from foci.ir.verify import verify
 from foci.variant import PLAIN, Capture, Variant

@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 
 from foci.ir.eager import evaluate
 from foci.ir.expr import DType, axis, const, load, param, reduce
+from foci.ir.lift_mask import lift_mask
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import rebuild
-from foci.ir.simplify import lift_mask, simplify
+from foci.ir.simplify import simplify
 from foci.ir.text import to_infix, to_text
 from foci.ir.verify import verify
 

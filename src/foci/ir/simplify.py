@@ -19,7 +19,7 @@ from foci.ir.linear import compare, linear, rebuilt
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import reduction, rewrite, substitute
 
-__all__ = ["lift_mask", "simplify"]
+__all__ = ["make", "simplify"]
 
 Rule = Callable[[Expr], Expr | None]
 _TRUE, _FALSE = const(True), const(False)
@@ -45,7 +45,8 @@ def _settled(e: Expr) -> Expr:
     return e if changed is None or changed is e else _settled(changed)
 
 
-def _make(name: str, *args: Expr | bool | int | float) -> Expr:
+def make(name: str, *args: Expr | bool | int | float) -> Expr:
+    """An operation of operands in canonical form, in canonical form."""
     return _settled(apply(name, *args))
 
 
@@ -135,7 +136,7 @@ def _chain(e: Expr, drop: Expr | None, absorb: Expr | None) -> Expr:
     if not operands:
         assert drop is not None
         return drop
-    if e.dtype is DType.BOOL and absorb is not None and any(_make("not", arg) in operands for arg in _may_contradict(operands)):
+    if e.dtype is DType.BOOL and absorb is not None and any(make("not", arg) in operands for arg in _may_contradict(operands)):
         return absorb
     first, *rest = sorted(operands, key=_Key)
     for arg in rest:
@@ -165,9 +166,9 @@ def _add(e: Expr) -> Expr | None:
     if _is(b, 0.0):
         return a
     if b.op == "neg":
-        return _make("sub", a, b.args[0])
+        return make("sub", a, b.args[0])
     if a.op == "neg":
-        return _make("sub", b, a.args[0])
+        return make("sub", b, a.args[0])
     return _in_order(e)
 
 
@@ -178,11 +179,11 @@ def _sub(e: Expr) -> Expr | None:
     if _is(b, 0.0):
         return a
     if _is(a, 0.0):
-        return _make("neg", b)
+        return make("neg", b)
     if b.op == "neg":
-        return _make("add", a, b.args[0])
+        return make("add", a, b.args[0])
     if b.op == "const" and _Key(a) < _Key(b):  # x - 3 is x + -3
-        return _make("add", a, apply("neg", b))
+        return make("add", a, apply("neg", b))
     return None
 
 
@@ -193,9 +194,9 @@ def _neg(e: Expr) -> Expr | None:
     if a.op == "neg":
         return a.args[0]
     if a.op == "sub":
-        return _make("sub", a.args[1], a.args[0])
+        return make("sub", a.args[1], a.args[0])
     if a.op == "mul" and a.args[1].op == "const":
-        return _make("mul", a.args[0], apply("neg", a.args[1]))
+        return make("mul", a.args[0], apply("neg", a.args[1]))
     return None
 
 
@@ -207,9 +208,9 @@ def _mul(e: Expr) -> Expr | None:
         if _is(y, 1.0):
             return x
         if _is(y, -1.0):
-            return _make("neg", x)
+            return make("neg", x)
         if x.op == "neg":
-            return _make("mul", x.args[0], apply("neg", y)) if y.op == "const" else _make("neg", _make("mul", x.args[0], y))
+            return make("mul", x.args[0], apply("neg", y)) if y.op == "const" else make("neg", make("mul", x.args[0], y))
     return _in_order(e)
 
 
@@ -219,9 +220,9 @@ def _div(e: Expr) -> Expr | None:
         assert isinstance(b.value, float)
         mantissa, exponent = math.frexp(b.value)
         if abs(mantissa) == 0.5 and abs(exponent) < 100:  # a power of two: the reciprocal is exact
-            return _make("mul", a, 1.0 / b.value)
+            return make("mul", a, 1.0 / b.value)
     if a.op == "neg":
-        return _make("neg", _make("div", a.args[0], b))
+        return make("neg", make("div", a.args[0], b))
     return None
 
 
@@ -245,8 +246,8 @@ def _pow(e: Expr) -> Expr | None:
     if _is(b, 1.0):
         return a
     if _is(b, 2.0):
-        return _make("mul", a, a)
-    return _make("div", 1.0, a) if _is(b, -1.0) else None
+        return make("mul", a, a)
+    return make("div", 1.0, a) if _is(b, -1.0) else None
 
 
 def _abs(e: Expr) -> Expr | None:
@@ -254,12 +255,12 @@ def _abs(e: Expr) -> Expr | None:
     if a.op == "abs":
         return a
     if a.op in ("neg", "sub") and a.dtype is DType.FLOAT:
-        turned = a.args[0] if a.op == "neg" else _make("sub", a.args[1], a.args[0])
-        return _make("abs", turned) if a.op == "neg" or _Key(turned) < _Key(a) else None
+        turned = a.args[0] if a.op == "neg" else make("sub", a.args[1], a.args[0])
+        return make("abs", turned) if a.op == "neg" or _Key(turned) < _Key(a) else None
     if a.dtype.is_integer:
         form = linear(a)
         if form.begins_negative(_Key):
-            return _make("abs", rebuilt(form.times(-1), _Key))
+            return make("abs", rebuilt(form.times(-1), _Key))
     return None
 
 
@@ -292,7 +293,7 @@ def _or(e: Expr) -> Expr | None:
 def _xor(e: Expr) -> Expr | None:
     a, b = e.args
     if e.dtype is DType.BOOL:
-        return _make("ne", a, b)
+        return make("ne", a, b)
     if a is b:
         return cast(const(0), e.dtype)
     return b if _is(a, 0) else a if _is(b, 0) else _in_order(e)
@@ -307,9 +308,9 @@ def _not(e: Expr) -> Expr | None:
     if a.op == "not":
         return a.args[0]
     if a.op in ("eq", "ne"):
-        return _make("ne" if a.op == "eq" else "eq", *a.args)
+        return make("ne" if a.op == "eq" else "eq", *a.args)
     if a.op in ("lt", "le") and a.args[0].dtype.is_integer:  # not for floats: nan compares false both ways
-        return _make("le" if a.op == "lt" else "lt", a.args[1], a.args[0])
+        return make("le" if a.op == "lt" else "lt", a.args[1], a.args[0])
     return None
 
 
@@ -331,21 +332,21 @@ def _of_truth(e: Expr) -> Expr | None:
     for x, y in (e.args, e.args[::-1]):
         if x.op == "cast" and x.args[0].dtype is DType.BOOL and y.op == "const":
             sides = [apply(e.op, *((cast(const(v), x.dtype), y) if x is e.args[0] else (y, cast(const(v), x.dtype)))) for v in (0, 1)]
-            return _make("where", x.args[0], sides[1], sides[0])
+            return make("where", x.args[0], sides[1], sides[0])
     return None
 
 
 def _bool_comparison(e: Expr) -> Expr | None:
     a, b = e.args
     if e.op == "lt":
-        return _make("and", _make("not", a), b)
+        return make("and", make("not", a), b)
     if e.op == "le":
-        return _make("or", _make("not", a), b)
+        return make("or", make("not", a), b)
     for x, y in ((a, b), (b, a)):
         if y.op == "const":
-            return x if y.value is (e.op == "eq") else _make("not", x)
+            return x if y.value is (e.op == "eq") else make("not", x)
         if y.op == "not":
-            return _make("ne" if e.op == "eq" else "eq", x, y.args[0])
+            return make("ne" if e.op == "eq" else "eq", x, y.args[0])
     return const(e.op == "eq") if a is b else _in_order(e)
 
 
@@ -356,16 +357,16 @@ def _where(e: Expr) -> Expr | None:
     if a is b:
         return a
     if cond.op == "not" or (cond.op == "ne" and cond.args[0].dtype is not DType.FLOAT):
-        return _make("where", _make("not", cond), b, a)
+        return make("where", make("not", cond), b, a)
     if e.dtype is DType.BOOL and "const" in (a.op, b.op):
-        negated = _make("not", cond)
+        negated = make("not", cond)
         if b.op == "const":
-            return _make("or", negated, a) if b.value else _make("and", cond, a)
-        return _make("or", cond, b) if a.value else _make("and", negated, b)
+            return make("or", negated, a) if b.value else make("and", cond, a)
+        return make("or", cond, b) if a.value else make("and", negated, b)
     if a.op == "where" and a.args[0] is cond:
-        return _make("where", cond, a.args[1], b)
+        return make("where", cond, a.args[1], b)
     if b.op == "where" and b.args[0] is cond:
-        return _make("where", cond, a, b.args[2])
+        return make("where", cond, a, b.args[2])
     return None
 
 
@@ -377,11 +378,11 @@ _SAFE_THROUGH: Final = {  # casts that lose nothing, so a cast after them sees t
 def _cast_rule(e: Expr) -> Expr | None:
     a = e.args[0]
     if e.dtype is DType.BOOL:
-        return _make("ne", a, cast(const(0), a.dtype))
+        return make("ne", a, cast(const(0), a.dtype))
     if a.op == "cast" and (a.args[0].dtype, a.dtype) in _SAFE_THROUGH:
         return _cast(a.args[0], e.dtype)
     if a.op == "where" and a.args[1].op == a.args[2].op == "const":
-        return _make("where", a.args[0], cast(a.args[1], e.dtype), cast(a.args[2], e.dtype))
+        return make("where", a.args[0], cast(a.args[1], e.dtype), cast(a.args[2], e.dtype))
     return None
 
 
@@ -416,68 +417,3 @@ _RULES: Final[Mapping[str, Rule]] = {
     "eq": _comparison, "ne": _comparison, "lt": _comparison, "le": _comparison, "where": _where, "cast": _cast_rule,
     "round_to": _round_to, "load": _load, "reduce": _reduce,
 }  # fmt: skip
-
-
-# Masks hidden in scores --------------------------------------------------------------------------------------------
-
-
-def lift_mask(score: Expr) -> tuple[Expr, Expr]:
-    """`score` as `where(mask, rest, -inf)`: the pair (rest, mask), both simplified.
-
-    Pulls `where(cond, x, -inf)` out of sums, products with positive constants, minima and other `where`s, when cond does
-    not read the score and the other terms can't be +inf or nan by a constant of theirs.
-
-    Example:
-        >>> from foci.ir.expr import variable
-        >>> s, q, kv = variable("score"), variable("q_idx"), variable("kv_idx")
-        >>> lift_mask(apply("add", apply("where", apply("le", kv, q), s, -math.inf), 1.5))
-        (score + 1.5, kv_idx <= q_idx)
-    """
-    score = simplify(score)
-    rest, mask = _split(score)
-    return (score, mask) if rest is score else (simplify(rest), simplify(mask))
-
-
-def _split(e: Expr) -> tuple[Expr, Expr]:
-    if e.op == "where" and e.dtype is DType.FLOAT:
-        return _split_where(e)
-    if e.op in ("add", "min"):
-        (a, mask_a), (b, mask_b) = (_split(arg) for arg in e.args)
-        alone_a, alone_b = mask_a is _TRUE, mask_b is _TRUE
-        if (alone_a or _tame(e.args[1])) and (alone_b or _tame(e.args[0])):
-            return apply(e.op, a, b), _make("and", mask_a, mask_b)
-    if e.op == "sub" and _tame(e.args[1]):
-        a, mask = _split(e.args[0])
-        return apply("sub", a, e.args[1]), mask
-    if e.op in ("mul", "div") and e.dtype is DType.FLOAT:
-        a, b = e.args
-        if b.op == "const" and isinstance(b.value, float) and 0.0 < b.value < math.inf:
-            rest, mask = _split(a)
-            return apply(e.op, rest, b), mask
-    if e.op == "round_to":
-        rest, mask = _split(e.args[0])
-        return node("round_to", (rest,), e.dtype, e.value), mask
-    return e, _TRUE
-
-
-def _split_where(e: Expr) -> tuple[Expr, Expr]:
-    cond, a, b = e.args
-    if "score" in cond.variables():
-        return e, _TRUE
-    lowest = (_is(a, -math.inf), _is(b, -math.inf))
-    if all(lowest):
-        return const(0.0), _FALSE
-    if lowest[1]:
-        rest, mask = _split(a)
-        return rest, _make("and", cond, mask)
-    if lowest[0]:
-        rest, mask = _split(b)
-        return rest, _make("and", _make("not", cond), mask)
-    (rest_a, mask_a), (rest_b, mask_b) = _split(a), _split(b)
-    return apply("where", cond, rest_a, rest_b), _make("where", cond, mask_a, mask_b)
-
-
-def _tame(e: Expr) -> bool:
-    """Whether no constant of `e` is +inf or nan, which would make nan of -inf."""
-    constants = (x.value for x in e.walk() if x.op == "const" and x.dtype is DType.FLOAT)
-    return all(isinstance(value, float) and value < math.inf for value in constants)
