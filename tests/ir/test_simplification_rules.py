@@ -16,14 +16,54 @@ from expressions import BATCH, COLUMN, FLOAT_ROW, INT_ROW, LOADS, OWN, ROW, SCOR
 from test_simplify import same
 
 from foci.ir import simplify as module
-from foci.ir.eager import evaluate
+from foci.ir.eager import Env, evaluate
 from foci.ir.expr import DType, axis, const, load, node, param, reduce, size
 from foci.ir.ops import OPS, apply, cast, round_to
+from foci.ir.rewrite import rebuild
 from foci.ir.simplify import simplify
 from foci.ir.text import to_infix
+from foci.ir.trace import Tracer
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.5, -2.5, 3.0, 1e30, -1e-30, float("inf"), float("-inf"), float("nan"))
 RULES = module._RULES
+CAPTURED = {"table": torch.tensor([0.5, -1.0, 2.0, 0.0]), "rows": torch.tensor([[1.0], [-2.0], [0.0], [3.0]])}
+
+
+def written(text):
+    """The expression that a row's text is, of operands in canonical form, and its captured tensors."""
+    tracer = Tracer(torch.device("cpu"))
+    function = eval(f"lambda s, b, h, q, kv: {text}", {"torch": torch, **CAPTURED})
+    e = tracer.trace(function, ("score", "b", "h", "q_idx", "kv_idx"))
+    return rebuild(e, tuple(simplify(arg) for arg in e.args)), tracer.tensors
+
+
+def texts(part):
+    return [pytest.param(rule, text, id=text) for rule in module.RULES for text in getattr(rule, part)]
+
+
+@pytest.mark.parametrize(("rule", "text"), texts("examples"))
+def test_an_example_changes_and_keeps_its_values(rule, text):
+    e, tensors = written(text)
+    made = rule.function(e)
+    assert e.op in rule.names
+    assert made is not None and made is not e
+    draw = torch.Generator().manual_seed(0)
+    score = torch.cat((torch.tensor(SPECIAL), torch.randn(19, generator=draw))).view(2, 1, 4, 4)
+    at = torch.arange(4)
+    positions = {"b": at[:2].view(2, 1, 1, 1), "h": at[:1].view(1, 1, 1, 1), "q_idx": at[:, None], "kv_idx": at}
+    before, after = evaluate((e, made), Env({"score": score, **positions}, tuple(tensors)))
+    assert same(before, after), f"{to_infix(e)}  ->  {to_infix(made)}"
+
+
+@pytest.mark.parametrize(("rule", "text"), texts("counterexamples"))
+def test_what_looks_like_an_example_stays(rule, text):
+    e, _ = written(text)
+    assert e.op in rule.names
+    assert rule.function(e) in (None, e)
+
+
+def test_every_row_has_its_parts():
+    assert all(rule.names and rule.meaning and rule.examples and rule.counterexamples for rule in module.RULES)
 
 
 def special_environment(seed):

@@ -18,10 +18,11 @@ from foci.ir.lift_constants import is_lifted
 from foci.ir.linear import compare, linear, rebuilt
 from foci.ir.ops import apply, cast
 from foci.ir.rewrite import reduction, rewrite, substitute
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["make", "simplify"]
+__all__ = ["RULES", "make", "simplify"]
 
-Rule = Callable[[Expr], Expr | None]
+Rewrite = Callable[[Expr], Expr | None]
 _TRUE, _FALSE = const(True), const(False)
 
 
@@ -410,10 +411,45 @@ def _reduce(e: Expr) -> Expr | None:
     return None
 
 
-_RULES: Final[Mapping[str, Rule]] = {
-    "add": _add, "sub": _sub, "neg": _neg, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod, "pow": _pow, "abs": _abs,
-    "floor": _rounding, "ceil": _rounding, "round": _rounding, "trunc": _rounding, "isnan": _never, "isinf": _never,
-    "min": _extreme, "max": _extreme, "and": _and, "or": _or, "xor": _xor, "not": _not, "shl": _shift, "shr": _shift,
-    "eq": _comparison, "ne": _comparison, "lt": _comparison, "le": _comparison, "where": _where, "cast": _cast_rule,
-    "round_to": _round_to, "load": _load, "reduce": _reduce,
-}  # fmt: skip
+# Examples are of s (the raw score), b, h, q and kv (its coordinates), and the captured tensors `table` [4] and `rows` [4, 1].
+RULES: Final[tuple[Rule[Rewrite], ...]] = (
+    Rule(("add",), "a sum without zeros, in one order; a negation is subtracted", _add, ("s + 0.0", "s + -(s * s)", "kv + q"),
+         ("s + 1.0",)),
+    Rule(("sub",), "a difference without zeros; less a number is plus its negative", _sub, ("s - 0.0", "0.0 - s", "s - 3.0", "q - kv - q"),
+         ("s - s",)),
+    Rule(("neg",), "a negation goes into differences and numbers", _neg, ("-(-s)", "-(s - s * s)", "-(s * 3.0)"), ("-s", "-(s + 1.0)")),
+    Rule(("mul",), "a product without ones, in one order, the sign outside", _mul, ("s * 1.0", "s * -1.0", "-s * 2.0"), ("s * 0.0",)),
+    Rule(("div",), "a quotient by a power of two is a product; the sign is outside", _div, ("s / 4.0", "-s / 3.0"), ("s / 3.0", "s / s")),
+    Rule(("floordiv",), "an integer divided by 1", _floordiv, ("q // 1",), ("q // 2", "s // 1.0")),
+    Rule(("mod",), "an integer modulo 1, or twice modulo one number", _mod, ("q % 1", "q % 4 % 4"), ("q % 4 % 2", "s % 1.0")),
+    Rule(("pow",), "a power of 0, 1, 2 or -1", _pow, ("s**0.0", "s**1.0", "s**2.0", "s**-1.0"), ("s**0.5", "s**3.0")),
+    Rule(("abs",), "a size forgets signs", _abs, ("abs(abs(s))", "abs(-s)", "abs(kv - q)"), ("abs(s)", "abs(q - kv)")),
+    Rule(("floor", "ceil", "round", "trunc"), "what is whole already", _rounding, ("torch.floor(torch.ceil(s))", "torch.round(q * 1.0)"),
+         ("torch.floor(s)", "torch.floor(s * 2.0)")),
+    Rule(("isnan", "isinf"), "an integer is a finite number", _never, ("torch.isnan(q * 1.0)",), ("torch.isnan(s)", "torch.isinf(s * s)")),
+    Rule(("min", "max"), "the extreme of several operands, each once and in one order", _extreme,
+         ("torch.minimum(s, s)", "torch.minimum(q, torch.minimum(kv, q))"), ("torch.maximum(s, table[0])",)),
+    Rule(("and",), "all of several truths, each once and in one order; false where two exclude each other", _and,
+         ("(q >= kv) & (q >= kv)", "(q >= kv) & (q < kv)", "q & -1"), ("(s > 1.0) & (s <= 1.0)", "q & kv")),
+    Rule(("or",), "one of several truths, each once and in one order; true where one must hold", _or,
+         ("(q >= kv) | (q >= kv)", "(q >= kv) | (q < kv)", "q | 0"), ("(s > 1.0) | (s <= 1.0)", "q | kv")),
+    Rule(("xor",), "truths that differ; integers of which one is 0 or both are one", _xor, ("(q >= kv) ^ (s > 1.0)", "q ^ 0", "q ^ q"),
+         ("q ^ kv",)),
+    Rule(("shl", "shr"), "a shift by 0", _shift, ("q << 0", "q >> 0"), ("q << 1",)),
+    Rule(("not",), "a negation turns comparisons round, of integers alone where nan would compare false", _not,
+         ("torch.logical_not(torch.logical_not(s < 1.0))", "torch.logical_not(q >= kv)", "torch.logical_not(s == 1.0)"),
+         ("torch.logical_not(s < 1.0)",)),
+    Rule(("eq", "ne", "lt", "le"), "comparisons of integers in one form; truths are compared by logic", _comparison,
+         ("q < kv + 1", "(q >= kv) == (s > 1.0)", "q - kv <= q"), ("s < s", "s <= 1.0")),
+    Rule(("where",), "a choice that is known, of one value, or made before; conditions are not negated", _where,
+         ("torch.where(q >= kv, s, s)", "torch.where(q != kv, s, 0.0)", "torch.where(q >= kv, torch.where(q >= kv, s, 0.0), 1.0)"),
+         ("torch.where(q >= kv, s, 0.0)", "torch.where(s != 1.0, s, 0.0)")),
+    Rule(("cast",), "a cast of what another cast kept, of a choice of numbers, or to a truth", _cast_rule,
+         ("(q >= kv).int().float()", "torch.where(q >= kv, 1, 0).float()", "q.bool()"), ("q.float()",)),
+    Rule(("round_to",), "what is rounded already", _round_to, ("s.half().half()",), ("s.half()", "s.half().bfloat16()")),
+    Rule(("load",), "an index is read as it is, not widened", _load, ("table[q.long()]",), ("table[q]",)),
+    Rule(("reduce",), "a reduction of one element, or of what decides it", _reduce,
+         ("((rows[q] > 0.0) & False).any()", "((rows[q] > 0.0) | True).all()"), ("rows[q].sum()", "(rows[q] > 0.0).all()")),
+)  # fmt: skip
+
+_RULES: Final[Mapping[str, Rewrite]] = by_name(RULES)
