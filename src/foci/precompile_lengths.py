@@ -63,15 +63,14 @@ def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable
         kernel_of: plans a problem, and returns its kernel.
 
     Returns:
-        the thread; None if there is nothing to do, or no worker process to do it, as on a machine of few cores. Calls with a block mask or
-        pages, and gradients of captured tensors, are left out: these compile at their first call.
+        the thread; None if there is nothing to do, or no worker process to do it, as on a machine of few cores. Decoding from pages is left
+        out, as its kernels are the same for all sizes.
     """
     kind = replace(problem, batch=1, q_len=1, kv_len=1), operands.query.device
     if kind in _begun:
         return None
     _begun.add(kind)
-    is_other = problem.formula.block_size is not None or operands.page_table is not None or any(problem.capture_grads) or problem.tuned
-    if is_other or not all(map(is_aligned, (operands.query, operands.key, operands.value))):
+    if operands.page_table is not None or problem.tuned or not all(map(is_aligned, (operands.query, operands.key, operands.value))):
         return None
     if _is_offline:
         _precompile_all(problem, operands, kernel_of, None)
@@ -107,11 +106,18 @@ def _calls(problem: Problem, operands: Operands, kernel_of: Callable[[Problem], 
         if is_stopping():
             return
         batch, q_len, kv_len = map(bucket, sizes)
-        yield kernel_of(replace(problem, batch=batch, q_len=q_len, kv_len=kv_len)), meta_operands(operands, sizes)
+        other = replace(problem, batch=batch, q_len=q_len, kv_len=kv_len)
+        yield kernel_of(other), meta_operands(operands, sizes, problem.formula.block_size)
 
 
-def meta_operands(operands: Operands, sizes: Sizes) -> Operands:
-    """Operands of other sizes, laid out alike, without memory; captured tensors are those of the call."""
+def meta_operands(operands: Operands, sizes: Sizes, block_size: tuple[int, int] | None) -> Operands:
+    """Operands of other sizes, laid out alike, without memory; captured tensors are those of the call.
+
+    Args:
+        operands: a call's.
+        sizes: of the other call.
+        block_size: the formula's, (queries, keys) of a block of the block mask.
+    """
     batch, q_len, kv_len = sizes
     is_packed = operands.cu_q is not None
 
@@ -125,6 +131,10 @@ def meta_operands(operands: Operands, sizes: Sizes) -> Operands:
         operands,
         query=make(operands.query, q_len), key=make(operands.key, kv_len), value=make(operands.value, kv_len), program=None,
     )  # fmt: skip
+    if operands.blocks is not None and block_size is not None:
+        batch_entries, heads, _, _ = operands.blocks.shape
+        shape = (min(batch, batch_entries), heads, -(-q_len // block_size[0]), -(-kv_len // block_size[1]))
+        return replace(of_queries, blocks=torch.empty(shape, dtype=operands.blocks.dtype, device="meta"))
     if not is_packed:
         return of_queries
     cu_q = torch.empty(batch + 1, dtype=torch.int32, device="meta")

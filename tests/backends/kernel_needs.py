@@ -23,6 +23,8 @@ from foci import masks, scores
 
 HEADS = 8
 SLOPES = torch.rand(HEADS)
+LEARNED_SLOPES = torch.rand(HEADS, requires_grad=True)
+LEARNED_TABLE = torch.rand(HEADS, 513, requires_grad=True)
 DOCUMENTS = torch.arange(1 << 15) // 300
 LENGTHS = (1, 2, 5, 16, 17, 64, 100, 127, 128, 200, 257, 512, 1000, 1024, 1025, 2048, 2050, 4096, 5000, 8192, 16000, 16384)
 BATCHES = (1, 2, 3, 8, 64)
@@ -92,9 +94,10 @@ class Problem(NamedTuple):
     kind: str
     dim: int
     options: dict[str, Any]
-    layout: str = "dense"  # dense, packed
+    layout: str = "dense"  # dense, packed, blocks
     is_decode: bool = False
     needs_grad: bool = True
+    captures: tuple[Tensor, ...] = ()  # those that require grad
 
     def __str__(self) -> str:
         return f"{self.kind}, D {self.dim}" + ("" if self.needs_grad else ", no grad")
@@ -116,6 +119,14 @@ def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score + SLOPES[h] * (kv_idx - q_idx)
 
 
+def by_slope(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + LEARNED_SLOPES[h] * (kv_idx - q_idx)
+
+
+def by_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + LEARNED_TABLE[h, (kv_idx - q_idx).clamp(-256, 256) + 256]
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": masks.causal()},
@@ -135,6 +146,11 @@ def make_problems(dims: Sequence[int] = (64, 128)) -> list[Problem]:
                 Problem(f"varlen {kind}", dim, KINDS[kind], layout="packed", needs_grad=needs_grad)
                 for kind in ("plain", "causal", "window", "document")
             ]
+            found.append(Problem("block mask", dim, {}, layout="blocks", needs_grad=needs_grad))
+        found += [
+            Problem("learned slopes", dim, {"score": by_slope, "mask": masks.causal()}, captures=(LEARNED_SLOPES,)),
+            Problem("learned table", dim, {"score": by_distance}, captures=(LEARNED_TABLE,)),
+        ]
         lower_right = {"mask": masks.causal_lower_right()}
         found += [
             Problem("decode", dim, {}, is_decode=True, needs_grad=False),
@@ -148,17 +164,19 @@ def run(problem: Problem, sizes: Sizes) -> None:
     batch, q_len, kv_len = sizes
 
     def make(length: int) -> Tensor:
-        shape = (batch, HEADS, length, problem.dim) if problem.layout == "dense" else (batch * length, HEADS, problem.dim)
+        shape = (batch * length, HEADS, problem.dim) if problem.layout == "packed" else (batch, HEADS, length, problem.dim)
         return torch.empty(shape, dtype=torch.bfloat16).requires_grad_(problem.needs_grad)
 
     inputs = [make(q_len), make(kv_len), make(kv_len)]
     if problem.layout == "dense":
         out = foci.attention(*inputs, **problem.options)
+    elif problem.layout == "blocks":
+        out = foci.flex_attention(*inputs, block_mask=foci.create_block_mask(by_document, None, None, q_len, kv_len, device="cpu"))
     else:
         offsets = torch.arange(batch + 1) * q_len
         out = foci.varlen_attn(*inputs, offsets, offsets, q_len, q_len, **problem.options)
     if problem.needs_grad:
-        torch.autograd.grad(tensors_in(out), inputs, [torch.empty_like(t) for t in tensors_in(out)])
+        torch.autograd.grad(tensors_in(out), [*inputs, *problem.captures], [torch.empty_like(t) for t in tensors_in(out)])
 
 
 Needs = dict[Kernel, list[Sizes]]

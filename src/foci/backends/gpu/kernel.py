@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -129,9 +130,11 @@ class GpuKernel(RepeatablePasses, Kernel):
     def _build_ahead(self, operands: Operands) -> None:
         sequences = meta_sequences(operands)
         results = self.forward_pass.build(operands, sequences, PrecompileBuilder())
-        if self.gradients and not self.learns:
+        if self.gradients or self.learns:
+            # gradients of captured tensors are summed by torch's operations, which take no memory on the device "meta"
+            captures = tuple(t.to("meta") if wanted else t for t, wanted in zip(operands.captures, self.builder.problem.capture_grads))
             given = Given(results.out, results.lse, results.out, None)
-            self.backward_pass.build(operands, given, sequences, PrecompileBuilder(), None)
+            self.backward_pass.build(replace(operands, captures=captures), given, sequences, PrecompileBuilder(), None)
 
     def _is_all_launches(self, operands: Operands, flow: WeightCotangents | None) -> bool:
         """Whether a launch list holds all of a backward: most gradients of captured tensors take torch operations between launches."""
