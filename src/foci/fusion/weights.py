@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import fx
 
 from foci.fusion.fx_utils import (
@@ -16,7 +15,6 @@ from foci.fusion.fx_utils import (
     as_call,
     example_value,
     fixed_number,
-    is_half,
     is_tensor,
     is_written,
     needs_grad,
@@ -199,12 +197,15 @@ class Passed(NamedTuple):
 def _check_cast(at: Passed) -> None:
     """Weights that are rounded and widened again are not those of a softmax."""
     dtype = node_dtype(at.node)
-    if is_half(dtype) and node_dtype(at.read) == torch.float32:
+    if dtype.itemsize < node_dtype(at.read).itemsize:
         raise NoRule(f"the weights are rounded to {str(dtype).removeprefix('torch.')} and widened again")
 
 
 def _pass_numbers(at: Passed) -> None:
     """A softmax without scores gives zeros already."""
+    number = at.call.argument(1, "nan", None)
+    if number is not None and fixed_number(number) != 0.0:
+        raise NoRule("the weights of rows without scores are no zeros")
 
 
 def _drop(at: Passed) -> None:
@@ -321,8 +322,10 @@ def _tested_empty(node: fx.Node, softmax: Softmax) -> frozenset[fx.Node] | None:
 
 # Examples are of the weights `w` [B, H, Sq, Skv], which are multiplied with the values then, and the queries `q` [B, H, Sq, D].
 BETWEEN_RULES: Final[tuple[Rule[Callable[[Passed], None]], ...]] = (
-    Rule(tuple(sorted(CASTS)), "weights in another dtype", _check_cast, ("w.to(q.dtype)", "w.double()"), ("w.bfloat16().float()",)),
-    Rule(("nan_to_num",), "zeros for rows without scores", _pass_numbers, ("w.nan_to_num()",), ("w.clamp(0.1, 1.0)",)),
+    Rule(tuple(sorted(CASTS)), "weights in another dtype", _check_cast, ("w.to(q.dtype)", "w.double()"),
+         ("w.bfloat16().float()", "w.bfloat16().double()")),
+    Rule(("nan_to_num",), "zeros for rows without scores", _pass_numbers, ("w.nan_to_num()", "w.nan_to_num(nan=0.0, posinf=1.0)"),
+         ("w.clamp(0.1, 1.0)", "w.nan_to_num(nan=1.0)", "torch.nan_to_num(w, 0.5)")),
     Rule(("dropout",), "weights that are dropped, once", _drop, ("F.dropout(w, 0.5, training=False)",),
          ("F.dropout(F.dropout(w, 1.0), 1.0)",)),
     Rule(("mul", "div"), "a number, or one factor for each row", _multiply, ("w * 2", "w / 4", "w * q[..., :1]"),
