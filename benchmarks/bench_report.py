@@ -3,14 +3,15 @@
 python benchmarks/bench_report.py benchmarks/results/bench_cpu.jsonl docs/cpu-bench.png
 python benchmarks/bench_report.py benchmarks/results/hopper_forward.jsonl benchmarks/results/hopper_backward.jsonl docs/hopper.png
 
-Lines are of one machine; the picture says which, and the commits. A case measured twice counts as last measured, and passes measured
-apart belong together.
+Lines are of one machine; the picture says which. It shows one commit, that of most lines. A case measured twice counts as last measured,
+and passes measured apart belong together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from dataclasses import fields
 from pathlib import Path
 
@@ -49,19 +50,18 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     chosen = parser.parse_args()
     names = {field.name for field in fields(Line)}
-    found = [_as_line(json.loads(line)) for source in chosen.sources for line in source.read_text().splitlines()]
+    rows = [json.loads(line) for source in chosen.sources for line in source.read_text().splitlines()]
+    commit = statistics.mode(str(row.get("commit", "unknown")) for row in rows)
+    found = [_as_line(row) for row in rows if str(row.get("commit", "unknown")) == commit]
     last: dict[tuple[str, ...], dict] = {}
-    measured_at: dict[tuple[tuple[str, ...], str], str] = {}
     for row in found:
         key = (row["case"], row["sizes"], row["dtype"], row["who"])
         last[key] = last.get(key, {}) | row
-        measured_at |= {(key, name): str(row.get("commit", "unknown")) for name in ("forward_ms", "backward_ms") if row.get(name)}
     lines = [Line(**{name: value for name, value in row.items() if name in names}) for row in _with_fastest(list(last.values()))]
     about = found[-1]
     versions = ", ".join(f"{package} {about[package]}" for package in ("torch", "triton") if package in about)
-    commits = ", ".join(dict.fromkeys(measured_at.values()))
     dtypes = ", ".join(dict.fromkeys(line.dtype for line in lines))
-    draw(lines, chosen.picture, f"{about['device']}, {versions}, {dtypes}, commit {commits}")
+    draw(lines, chosen.picture, f"{about['device']}, {versions}, {dtypes}, commit {commit}")
 
 
 if __name__ == "__main__":

@@ -52,14 +52,13 @@ def _versions(lines: list[dict[str, Any]]) -> str:
 
 
 def gpu() -> Panel:
-    """FlashAttention-4, cuDNN and FlexAttention from one run of hopper_attention.py, FLASH from one of gpu_attention.py."""
+    """FlashAttention-4, cuDNN and FlexAttention, all from one run of hopper_attention.py."""
     passes = {name: results(f"hopper_{name}") for name in PASSES}
-    other = [line for line in results("gpu_attention") if not line["row"].startswith("decode")]
     bars = [
         Bar(PEERS[peer], {name: _ratios(lines, peer, f"{name}_ms") for name, lines in passes.items()}) for peer in ("fa4", "cudnn", "flex")
     ]
-    bars.append(Bar(PEERS["flash"], {name: _ratios(other, "flash", f"{name}_ms") for name in PASSES}))
-    return Panel(f"{other[0]['device']}, bfloat16\n{_versions([*passes['forward'], *other])}", bars)
+    lines = [*passes["forward"], *passes["backward"]]
+    return Panel(f"{lines[0]['device']}, bfloat16\n{_versions(lines)}", bars)
 
 
 def cpu() -> Panel:
