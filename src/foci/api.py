@@ -166,7 +166,7 @@ def attention(
 
 
 def returned(results: Results, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, AuxOutput]:
-    """What a call with `return_aux` returns: the output, or a pair with its `AuxOutput`."""
+    """Return what a call with `return_aux` returns: the output, or a pair with its `AuxOutput`."""
     if return_aux is None:
         return results.out
     return results.out, AuxOutput(results.lse if return_aux.lse else None, results.row_max, results.column_sums, results.weights)
@@ -174,7 +174,7 @@ def returned(results: Results, return_aux: AuxRequest | None) -> Tensor | tuple[
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the planner does with a call, and why: `print` it, or read `backend`, `decision` and `notes`.
+    """The planner's decision about a call, and why: `print` it, or read `backend`, `decision` and `notes`.
 
     Attributes:
         decision: the planner's.
@@ -214,7 +214,7 @@ def explain(
     return_aux: AuxRequest | None = None,
     **unknown: Any,
 ) -> Explanation:
-    """What `attention` would do with these arguments: every backend with its verdict and reason. Nothing runs.
+    """Return what `attention` would do with these arguments: every backend with its verdict and reason. Nothing runs.
 
     Args:
         query, key, value, mask, score, bias, sink, scale, dropout_p, return_aux: as in `attention`.

@@ -14,7 +14,7 @@ _calls: OrderedDict[CallSpec, Any] = OrderedDict()
 
 
 def recall(spec: CallSpec) -> Any:
-    """What was kept for a spec; None where nothing was."""
+    """Return what was kept for a spec; None where nothing was."""
     return _calls.get(spec)
 
 

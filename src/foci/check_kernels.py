@@ -168,7 +168,7 @@ class _Posed:
         return tensor.transpose(1, 2).flatten(0, 1) if self.kind.layout == "jagged" else tensor
 
     def _ends(self, length: int) -> Tensor:
-        """Of sequences of which one is shorter and one is empty."""
+        """Return the ends of sequences, one of them shorter and one empty."""
         batch = self.tensors[0].shape[0]
         ends = [n * length for n in range(batch)]
         return torch.tensor([*ends, ends[-1] + length // 3, ends[-1] + length // 3, batch * length], device=self.ids.device)

@@ -46,7 +46,7 @@ class Call:
 
 @dataclass
 class Log:
-    """What happened inside `observe`, in order.
+    """A record of what happened inside `observe`, in order.
 
     Attributes:
         calls: forward calls.

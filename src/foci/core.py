@@ -39,7 +39,7 @@ Check = Callable[[Tensors, Extras], None]
 
 
 class PlannedCall(NamedTuple):
-    """What `foci.operator.attend_outlined` takes.
+    """A planned call, as `foci.operator.attend_outlined` takes it.
 
     Attributes:
         outline: the call without its tensors.
@@ -209,7 +209,7 @@ def _batches(tensors: Tensors) -> Tensors:
 
 
 def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:
-    """What the planner would do with a call; nothing runs."""
+    """Return what the planner would do with a call; nothing runs."""
     with torch.random.fork_rng(devices=[]):  # a seed that nobody will use must not move the generator
         formula, operands = prepare(tensors, score, mask, extras)
     needs = find_needs((operands.query, operands.key, operands.value, *operands.captures))

@@ -63,7 +63,7 @@ class Lay(Protocol):
     """How query, key and value [T, H, D] lie in rows [T, E]."""
 
     def split(self, rows: Tensor, /) -> Tensors:
-        """They."""
+        """Return query, key and value [T, H, D] of rows [T, E]."""
 
     def of_queries(self, rows: Tensor, /) -> Tensor:
         """[T, Hq, Dv] of [T, Hq * Dv]."""
@@ -89,7 +89,7 @@ class Passes:
         return None if before is None or offsets is None else before.moved(rows, offsets)
 
     def moved_backward(self, rows: Tensor, offsets: Tensor | None) -> BackwardOfRows | None:
-        """Likewise the backward pass."""
+        """Return the backward pass, bound to other rows and offsets."""
         before, self._before = self._before[1], (self._before[0], None)
         return None if before is None or offsets is None else before.moved(rows, offsets)
 
@@ -110,7 +110,7 @@ class PackedCall(NamedTuple):
         return None if found is None else PackedCall(found.outline, found.tensors[3:], found.optional, Passes(whole=whole))
 
     def moved(self, offsets: Tensor) -> PackedCall:
-        """The same of other sequences, of which there are as many."""
+        """Return the call with other sequences, of which there are as many."""
         optional = self.optional._replace(cu_q=offsets, cu_kv=offsets, q_lengths=None, kv_lengths=None)
         return self._replace(optional=optional, passes=Passes(whole=self.passes.whole, before=self.passes))
 

@@ -28,7 +28,7 @@ def threshold(probability: float) -> int:
 
 
 def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-7.
+    """Compute random numbers with Philox4x32-7.
 
     Args:
         seed: int64, one element or broadcastable; its low and high word are the key.

@@ -241,7 +241,7 @@ def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Ext
 
 
 def decision_nested(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Decision:
-    """What the planner would do with a call of `attend_nested`; nothing runs."""
+    """Return what the planner would do with a call of `attend_nested`; nothing runs."""
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return decision(_entries(tensors), score, mask, extras)

@@ -86,7 +86,7 @@ class MaskExample:
         return tuple(t.to(device) for t in self.tensors(sizes))
 
     def build(self, sizes: Sizes, device: torch.device | str = "cpu") -> Mask:
-        """The mask."""
+        """Build the mask."""
         return self.make(sizes, *self.captures(sizes, device))
 
     def expected(self, sizes: Sizes, device: torch.device | str = "cpu") -> Tensor:

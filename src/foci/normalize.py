@@ -43,14 +43,14 @@ ScoreLike: TypeAlias = Score | Callable[..., Any] | None
 
 
 class LseRequest(Protocol):
-    """What `varlen_attn` takes as return_aux: torch's AuxRequest, `foci.AuxRequest`, or whatever has this flag."""
+    """The type of return_aux of `varlen_attn`: torch's AuxRequest, `foci.AuxRequest`, or whatever has this flag."""
 
     @property
     def lse(self) -> bool: ...
 
 
 class FlexAuxRequest(LseRequest, Protocol):
-    """What `flex_attention` takes as return_aux: torch's AuxRequest, or whatever has these flags."""
+    """The type of return_aux of `flex_attention`: torch's AuxRequest, or whatever has these flags."""
 
     @property
     def max_scores(self) -> bool: ...

@@ -20,7 +20,7 @@ __all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "plan_for", "row_
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one backend said of a problem: a reason to decline, or a cost in seconds, and how it would go about it."""
+    """One backend's answer to a problem: a reason to decline, or a cost in seconds, and how it would go about it."""
 
     backend: str
     reason: str | None
@@ -121,7 +121,8 @@ def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) ->
 
 
 def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], target: Target, *, needs_backward: bool) -> float | None:
-    """What a score function adds to the cost of each score on a target, by the first backend that knows; None where it does not matter.
+    """Return what a score function adds to the cost of each score on a target, by the first backend that knows; None where it does not
+    matter.
 
     Args:
         score: the function.

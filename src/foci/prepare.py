@@ -86,7 +86,8 @@ _warned_of_alignment = False
 
 
 def alignment_note(query: Tensor, key: Tensor, extras: Extras) -> str | None:
-    """What to say of a mask that is aligned to the upper left where there are more keys than queries; None where there is nothing."""
+    """Return what to say of a mask that is aligned to the upper left where there are more keys than queries; None where there is
+    nothing."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if extras.page_table is not None:
         kv_len = extras.max_kv
@@ -156,7 +157,7 @@ def prepare(
 
 
 def _in_whole(bound: Bound, part: Part) -> Bound:
-    """What was bound, told heads, rows and their number in a whole instead of here."""
+    """Return what was bound, told heads, rows and their number in a whole instead of here."""
     variant, names = _variant_in_whole(bound.variant, len(bound.ints), has_more_rows=part.queries is not None)
     numbers: dict[str, Any] = {"h": part.first_head, "q_idx": part.first_query, "q_len": part.queries}
     return replace(bound, variant=variant, ints=(*bound.ints, *(numbers[name] for name in names)))

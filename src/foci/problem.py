@@ -89,7 +89,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Formula:
-    """What is computed, whatever the sizes, dtypes and devices.
+    """The computation, whatever the sizes, dtypes and devices.
 
     `block_size` is (q, kv) of a block mask that the caller gave, or None. `text` is canonical and reads back with
     `Formula.parse`, so that a formula travels through operators, graphs and files as a string.
@@ -143,8 +143,8 @@ def bucket(length: int) -> int:
 
 
 def gradient_strides(shape: Sequence[int], *, heads_in_rows: bool) -> tuple[int, ...]:
-    """Of the gradient of a [B, H, S, D] tensor: without gaps, heads within rows or rows within heads as in the tensor, so that what
-    comes before takes it as it is."""
+    """Return strides of the gradient of a [B, H, S, D] tensor: without gaps, heads within rows or rows within heads as in the tensor, so
+    that what comes before takes it as it is."""
     _, h, s, d = shape
     return (h * s * d, d, h * d, 1) if heads_in_rows else (h * s * d, s * d, d, 1)
 
@@ -164,7 +164,7 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def result_strides(shape: Sequence[int], strides: Sequence[int], width: int) -> tuple[int, ...]:
-    """Of the output of a query [B, H, S, D] with these strides whose values have `width` elements: without gaps, heads within rows or
+    """Return strides of the output of a query [B, H, S, D] with these strides, its values `width` wide: without gaps, heads within rows or
     rows within heads as in the query: torch's attention functions keep its order of dimensions too."""
     return gradient_strides((*shape[:3], width), heads_in_rows=strides[1] < strides[2])
 
@@ -218,7 +218,7 @@ class Problem:
 
     @property
     def variant(self) -> Variant:
-        """That of the formula."""
+        """Return the formula's variant."""
         return self.formula.variant
 
     @property
@@ -332,7 +332,7 @@ class Operands:
 
 @record
 class Results:
-    """What a kernel's forward returns. `acc` below is float32, or float64 for float64 inputs.
+    """The results of a kernel's forward. `acc` below is float32, or float64 for float64 inputs.
 
     Attributes:
         out: [B, Hq, Sq, Dv] in the query's dtype, laid out in memory by `result_strides`.

@@ -139,7 +139,7 @@ def _drop_oldest(cache: OrderedDict[Any, Any], capacity: int) -> None:
 def _traced(
     score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device, *, has_blocks: bool
 ) -> tuple[Bound, bool]:
-    """What the functions compute, and whether symbolic integers or the values of tensors took part."""
+    """Return what the functions compute, and whether symbolic integers or the values of tensors took part."""
     tracer = Tracer(device)
     score_expr = PLAIN.score if score is None else _as_score(tracer.trace(score, _SCORE_VARIABLES))
     mask_expr = PLAIN.mask if mask is None else _as_mask(tracer.trace(mask, _MASK_VARIABLES))

@@ -98,7 +98,8 @@ def _made(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class _Recorded:
-    """What is pickled and copied as the call that made it, so that a copy captures the copies of its tensors; by attributes otherwise."""
+    """A value that is pickled and copied as the call that made it, so that a copy captures the copies of its tensors; by attributes
+    otherwise."""
 
     _recipe: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -170,7 +171,7 @@ class Mask(_Recorded):
 
 
 class Score(_Recorded):
-    """What happens to scores before the softmax, as a value: `function(score, b, h, q_idx, kv_idx)`.
+    """A change of scores before the softmax, as a value: `function(score, b, h, q_idx, kv_idx)`.
 
     `first >> second` applies `first`, then `second` to its result.
 
@@ -288,7 +289,7 @@ def _score_function(value: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Capture:
-    """What a variant knows of a captured tensor: never its sizes or values."""
+    """A captured tensor, as a variant knows it: never its sizes or values."""
 
     dtype: torch.dtype
     rank: int

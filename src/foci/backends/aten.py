@@ -224,7 +224,7 @@ def _op_for(problem: Problem, target: Target) -> _Op | str:
 
 
 def _unsupported(problem: Problem) -> str | None:
-    """What torch's fused kernels lack of the problem's formula, if anything."""
+    """Return what torch's fused kernels lack of the problem's formula, if anything."""
     formula, outputs = problem.formula, problem.formula.outputs
     checks = (
         (formula.layout is not Layout.DENSE, "torch's fused kernels take the dense layout"),

@@ -86,7 +86,7 @@ class Unbuildable(RuntimeError):
 
     @property
     def obstacle(self) -> Obstacle:
-        """The cause."""
+        """Return the cause that keeps the backend from this machine, if any."""
         message = self.args[0] if self.args else ""
         return message if isinstance(message, Obstacle) else Obstacle(str(message).partition("\n")[0])
 
@@ -208,7 +208,7 @@ class CaptureFacts(NamedTuple):
 
 
 class MachineFact(NamedTuple):
-    """What a backend found on this machine."""
+    """A fact that a backend found on this machine."""
 
     value: str
     tested: str = ""
@@ -262,9 +262,9 @@ class Backend(ABC):
         return None
 
     def features(self) -> frozenset[str]:
-        """What this machine has, besides a device, that the backend needs: a compiler, say. Part of `Target.features` on the CPU."""
+        """Return what this machine has, besides a device, that the backend needs: a compiler, say. Part of `Target.features` on the CPU."""
         return frozenset()
 
     def facts(self) -> Mapping[str, MachineFact]:
-        """What the backend found on this machine, by name; `foci env` prints it."""
+        """Return what the backend found on this machine, by name; `foci env` prints it."""
         return {}

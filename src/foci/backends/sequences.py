@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def kv_len(self) -> int:
-        """Keys of it."""
+        """Return the number of keys of the sequence."""
         return self.kv[1] - self.kv[0]
 
 
@@ -153,7 +153,7 @@ def is_empty(operands: Operands) -> bool:
 
 
 def without_keys(operands: Operands, outputs: Outputs) -> Results:
-    """What queries get that have nothing to attend to: zeros, and -inf for the logarithm of an empty sum."""
+    """Return what queries get that have nothing to attend to: zeros, and -inf for the logarithm of an empty sum."""
     query = operands.query
     acc, rows = accumulation_dtype(query.dtype), query.shape[:3]
     kv_len = operands.key.shape[2] if operands.page_table is None else operands.max_kv

@@ -42,7 +42,7 @@ def facts_table() -> Table:
 
 
 def missing_names() -> list[str]:
-    """What foci does for want of private names of its dependencies, each followed by a line for every name that is missing."""
+    """Return what foci does for want of private names of its dependencies, each followed by a line for every name that is missing."""
     _import_names()
     missing = [name for name in NAMES.values() if not name.is_found]
     lines = []

@@ -39,7 +39,7 @@ class Question:
 
 
 def explain_question(question: Question) -> foci.Explanation:
-    """What foci says of the call.
+    """Return what foci says of the call.
 
     Raises:
         Unknown: for words that name no mask or score, and for what `foci.attention` would refuse.

@@ -32,7 +32,7 @@ _MOST_LINES = 64
 
 @dataclass(frozen=True, eq=False)
 class MaskPicture:
-    """What one row of a picture shows.
+    """One row of a picture.
 
     Attributes:
         name: the title.
@@ -60,7 +60,7 @@ class MaskPicture:
 def draw_mask(
     mask: Callable[..., Any], *, q_len: int, kv_len: int, block: int, at: tuple[int, int] = (0, 0), name: str | None = None
 ) -> MaskPicture:
-    """What to draw of a mask function (b, h, q_idx, kv_idx), for one batch entry and head.
+    """Return what to draw of a mask function (b, h, q_idx, kv_idx), for one batch entry and head.
 
     Args:
         mask: the function, or a `foci.Mask`.

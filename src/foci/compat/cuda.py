@@ -79,7 +79,7 @@ Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype],
 
 @functools.cache
 def allocator_on(device: torch.device) -> Allocator:
-    """What allocates on a device, which is the current one: as Inductor's code does, where torch has that."""
+    """Return what allocates on a device, which is the current one: as Inductor's code does, where torch has that."""
     fallback: Allocator = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)  # noqa: E731
     if device.type not in ("cpu", "cuda"):
         return fallback
@@ -109,8 +109,8 @@ _storage_at: Final[Callable[[int, torch.device, int], Any] | None] = find(
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that does not hold it, so that a pool of CUDA graphs can give it to others; the tensor itself where torch
-    makes no such tensor.
+    """Return the same memory as a tensor that does not hold it, so that a pool of CUDA graphs can give it to others; the tensor itself
+    where torch makes no such tensor.
     """
     if _storage_at is None:
         return tensor

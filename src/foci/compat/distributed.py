@@ -51,7 +51,7 @@ _gather: Final[Callable[[Tensor, int, dist.ProcessGroup], Tensor]] = find_first(
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The same tensor. torch 2.11 scatters sums of contiguous gradients alone."""
+    """Identity whose gradient is contiguous: torch 2.11 scatters sums of contiguous gradients alone."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

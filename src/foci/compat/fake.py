@@ -80,7 +80,7 @@ _unset: Final[Callable[[], AbstractContextManager[Any]] | None] = find(
 
 
 def real_values(function: Callable[[], _T]) -> _T:
-    """What a function computes outside of every mode that makes a graph: its tensors have values."""
+    """Return what a function computes outside of every mode that makes a graph: its tensors have values."""
     if _unset is not None:
         with _unset():
             return function()

@@ -93,7 +93,7 @@ contiguous_strides: Final[Callable[[Any], tuple[Any, ...]]] = find(
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Of the memory that views share. Raises NotImplementedError or RuntimeError where a tensor has none."""
+    """Return the identity of the memory that views share. Raises NotImplementedError or RuntimeError where a tensor has none."""
     storage = tensor.untyped_storage()
     return int(storage._cdata) if _has_cdata else hash(storage)
 
@@ -102,7 +102,7 @@ _has_cdata: Final[bool] = find("torch.UntypedStorage._cdata", without="knows sto
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """What a tensor is a view of; None if it is none, or torch does not tell."""
+    """Return what a tensor is a view of; None if it is none, or torch does not tell."""
     return getattr(tensor, "_base", None) if _has_base else None
 
 

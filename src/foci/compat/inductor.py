@@ -84,7 +84,7 @@ def modes() -> Mapping[str, Mapping[str, Any]] | None:
 
 
 def known_settings(settings: Mapping[str, Any], *, without: str) -> dict[str, Any]:
-    """Those settings that the installed release has."""
+    """Return those settings that the installed release has."""
     return {name: value for name, value in settings.items() if _has_setting(name, without=without)}
 
 

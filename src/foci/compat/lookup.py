@@ -77,7 +77,7 @@ def find_first(*names: tuple[str, tuple[str, str]], fallback: Any = None, withou
 
 
 def _resolve(path: str) -> Any:
-    """What a dotted path names, or `_MISSING`."""
+    """Return what a dotted path names, or `_MISSING`."""
     parts = path.split(".")
     found: Any = importlib.import_module(parts[0])
     for n, name in enumerate(parts[1:], 2):

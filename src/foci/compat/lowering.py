@@ -56,7 +56,7 @@ def lower(operator: Any, lowering: Callable[..., Any]) -> None:
 
 
 def lowered(operator: Any, settings: Mapping[str, Any], *args: Any) -> Any:
-    """What Inductor lowers an operator to, under some settings."""
+    """Return what Inductor lowers an operator to, under some settings."""
     with _patch(dict(settings)):
         return _table[operator](*args)
 

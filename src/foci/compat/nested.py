@@ -240,7 +240,7 @@ def _find_mark_dynamic() -> Callable[[Tensor, int], None] | None:
 
 @functools.cache
 def _marks() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it."""
+    """Return what torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it."""
     with torch.inference_mode(mode=False):
         values = torch.empty((1, 1), device="cpu")
         made = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"))

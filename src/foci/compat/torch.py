@@ -202,7 +202,8 @@ _tls_guard: Final[Any] = find("torch._C._ForceDispatchKeyGuard", without="runs t
 
 
 def with_autograd(function: Callable[[], _T]) -> _T:
-    """What a function computes where autograd records, also inside an operator's kernel, which runs below autograd's dispatch keys."""
+    """Return what a function computes where autograd records, also inside an operator's kernel, which runs below autograd's dispatch
+    keys."""
     if _tls_excluded is None or _tls_included is None or _tls_guard is None:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # excluded dispatch keys are per thread
             return thread.submit(function).result()

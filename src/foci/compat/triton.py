@@ -108,7 +108,7 @@ def _make_map(described: Any, metadata: Any) -> list[Any]:
 
 
 def _make_map_of_three(described: Any, metadata: Any) -> list[Any]:
-    """The same from Triton 3.8 on, whose function also takes what precedes a launch's arguments and does not read it."""
+    """Make a tensor map from Triton 3.8 on, whose function also takes what precedes a launch's arguments and does not read it."""
     from triton.backends.nvidia import driver
 
     made: list[Any] = driver.make_tensordesc_arg(described, metadata, ())
@@ -116,7 +116,7 @@ def _make_map_of_three(described: Any, metadata: Any) -> list[Any]:
 
 
 class KernelSource(NamedTuple):
-    """What Triton compiles a kernel from.
+    """The source that Triton compiles a kernel from.
 
     Attributes:
         name: of the kernel.
@@ -134,7 +134,8 @@ class KernelSource(NamedTuple):
 
 
 def kernel_source(cache_key: str, inputs: Mapping[str, Any]) -> KernelSource | None:
-    """What a kernel is compiled from; None where a release does not say it, or where the environment asks the compiler for something else.
+    """Return what a kernel is compiled from; None where a release does not say it, or where the environment asks the compiler for something
+    else.
 
     Args:
         cache_key: Triton's key of the kernel.

@@ -54,7 +54,7 @@ def _gives_a_view(overload: Any) -> bool:
 
 
 def _steps(node: fx.Node, mode: FakeTensorMode | None) -> fx.Graph | None:
-    """What the operator does to its first argument; None where it is one basic operation, or cannot be run."""
+    """Return what the operator does to its first argument; None where it is one basic operation, or cannot be run."""
     rest, named = fx.map_arg((node.args[1:], node.kwargs), example_value)
 
     def run(source: Any) -> Any:

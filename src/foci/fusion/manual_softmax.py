@@ -193,7 +193,7 @@ def _sum_above(quotient: _Quotient) -> _Sum | None:
 
 
 def _inverse(call: Call) -> fx.Node | None:
-    """`x` of 1 / x."""
+    """Return `x` of 1 / x."""
     inverted: Any = None
     if call.name == "reciprocal" or (call.name == "pow" and fixed_number(call.args[1]) == -1):
         inverted = call.args[0]

@@ -413,7 +413,7 @@ def _filling(call: Call) -> float:
 
 
 def _sequence(shared: Digits, queries: Digits, keys: Digits) -> tuple[Digits, Digits]:
-    """Of several merged query dimensions, the one as long as the keys is the sequence; the others are heads."""
+    """Return the sequence among merged query dimensions, the one as long as the keys, and the others, which are heads."""
     if len(queries) < 2 or len(keys) != 1:
         return shared, queries
     alike = [d for d in queries if same_size(d.size, keys[0].size)]

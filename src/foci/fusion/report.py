@@ -26,7 +26,7 @@ def tell(sites: Iterable[Site]) -> None:
 
 
 def summary(sites: Iterable[Site]) -> str:
-    """One line.
+    """Summarise sites in one line.
 
     Raises:
         TypeError: for anything but sites.

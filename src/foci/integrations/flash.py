@@ -51,7 +51,7 @@ _REFUSED: Final = {
 
 
 class Handle:
-    """What torch keeps while an implementation is active."""
+    """The handle that torch keeps while an implementation is active."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self._library: torch.library.Library | None = library

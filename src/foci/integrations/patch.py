@@ -149,7 +149,7 @@ class _Place(NamedTuple):
 
 
 class _Search:
-    """What the last pass over all modules found, and how many references there were to what it looked for."""
+    """The result of the last pass over all modules: what it found, and how many references there were to what it looked for."""
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
@@ -166,7 +166,7 @@ _FOCIS: Final = [function for _, _, function in _ROUTES]
 
 
 class Patch:
-    """What `patch` returns: starts and stops the routing, by itself or as a context manager.
+    """The switch that `patch` returns: it starts and stops the routing, by itself or as a context manager.
 
     Starts are counted over the process: torch's functions come back when each start has met its stop.
     """

@@ -229,7 +229,7 @@ def _causal(offset: Any, window: int | None = None) -> Mask:
 
 @dataclass(frozen=True, eq=False)
 class _Sizes:
-    """Of one mask: how many entries, queries and keys, and where in the text the first query and key stand."""
+    """Sizes of one mask: how many entries, queries and keys, and where in the text the first query and key stand."""
 
     batch: Any
     queries: Any

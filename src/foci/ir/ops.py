@@ -42,7 +42,7 @@ class Typing(Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """A row.
+    """An operation of the language, as a row of the table.
 
     Attributes:
         name: of the operation; eager code and users' functions find torch's function by it.

@@ -24,7 +24,7 @@ class Range:
     hi: Tensor
 
     def where(self, keep: Tensor, other: Range) -> Range:
-        """These bounds where `keep`, elsewhere those of another."""
+        """Return these bounds where `keep`, elsewhere those of another."""
         return Range(torch.where(keep, self.lo, other.lo), torch.where(keep, self.hi, other.hi))
 
     def hull(self, other: Range) -> Range:

@@ -14,7 +14,7 @@ Function = TypeVar("Function")
 
 
 class Rule(NamedTuple, Generic[Function]):
-    """One row.
+    """A rewrite or recognition rule, as a row of a table.
 
     Attributes:
         names: the operations that the rule reads.

@@ -97,7 +97,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Return the sizes that `repr` shows."""
         return f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, batch_first={self.batch_first}"
 
     def forward(
@@ -380,7 +380,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _call_of_packed(
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool
     ) -> tuple[Projected, Functions, Extras]:  # fmt: skip
-        """What `run_packed` is given for tokens."""
+        """Return what `run_packed` is given for tokens."""
         query, key = within_mask(pair_of(padding), attn_mask, is_causal=is_causal)
         if not inputs[0].dim() == inputs[1].dim() == inputs[2].dim() == 2:
             got = ", ".join(str(t.dim()) for t in inputs)

@@ -13,7 +13,7 @@ __all__ = ["KVCache", "LayerCache", "Memory", "Pages", "Stored", "check_cache"]
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What a layer attends to after `LayerCache.append`.
+    """The keys and values that a layer attends to after `LayerCache.append`.
 
     Attributes:
         key, value: [B, Hkv, S, D], the new tokens included; with `pages`, pools [pages, Hkv, page size, D].

@@ -102,7 +102,7 @@ def _functions(modules: list[torch.nn.Module]) -> list[Any]:
 
 
 def _closed(function: Any) -> object:
-    """What a function computes by, where that can be told."""
+    """Return what a function computes by, where that can be told."""
     found = fingerprint(function)
     return None if found is None else (found.structure, found.numbers, [(id(t), t.data_ptr()) for t in found.tensors])
 

@@ -281,7 +281,7 @@ def feed_forward(layer: Any, x: Tensor, last: str) -> Tensor:
 
 
 def clones(layer: torch.nn.Module, count: int) -> torch.nn.ModuleList:
-    """Deep copies."""
+    """Make deep copies of a layer."""
     return torch.nn.ModuleList([copy.deepcopy(layer) for _ in range(count)])
 
 

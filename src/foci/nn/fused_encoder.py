@@ -66,7 +66,7 @@ _PLACES: Final = 12
 
 
 class _Layer(NamedTuple):
-    """What a layer computes; its attention, and what those have in common that attend alike."""
+    """The plan of a layer, its attention, and what layers that attend alike share."""
 
     plan: Plan
     attention: Any
@@ -189,7 +189,8 @@ class Stack:
         return x
 
     def _attentions(self, x: Tensor, packing: Packing) -> _Shared:
-        """What bare layers attend with, as far as the last call has found it: the same for the same sequences, else moved to others."""
+        """Return what bare layers attend with, as far as the last call has found it: the same for the same sequences, else moved to
+        others."""
         offsets, tokens = packing.offsets, x.shape[0]
         if packing.bias is not None or offsets.is_inference():
             return {}
@@ -247,7 +248,7 @@ def _is_plain_call(x: Tensor, packing: Packing) -> bool:
 
 
 def _read_layer(layer: Any, states: Sequence[dict[str, Any]], attention: Any) -> _Layer:
-    """What a layer of plain parts computes.
+    """Return what a layer of plain parts computes.
 
     Raises:
         _Unlike: where a setting of them is not known here.

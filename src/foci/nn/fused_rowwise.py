@@ -36,7 +36,7 @@ def layer_backward(
     kernels: RowKernels, plan: Plan, wanted: tuple[bool, ...], dtype: torch.dtype, hidden: int, projected: int,
     has: tuple[bool, bool, bool, bool],
 ) -> Backward:  # fmt: skip
-    """What a layer's backward sums over the tokens.
+    """Return what a layer's backward sums over the tokens.
 
     A norm's gradient sums the columns of its result where a linear layer's output has that gradient: so its bias has. Other biases' are
     sums of their own.

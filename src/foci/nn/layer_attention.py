@@ -23,7 +23,7 @@ def is_plain_attention(module: Any) -> bool:
 def attended(
     attention: Any, inputs: Projected, attn_mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | Memory | None
 ) -> Tensor:
-    """What a layer's attention gives without weights."""
+    """Return what a layer's attention gives without weights."""
     if isinstance(padding, (Packing, Pair)) and is_plain_attention(attention) and is_silent(attention) and is_alone():
         return attention._packed(inputs, padding, attn_mask, is_causal=is_causal)  # type: ignore[no-any-return]
     more = {} if cache is None else {"cache": cache}  # other modules know no cache

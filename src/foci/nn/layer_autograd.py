@@ -70,7 +70,7 @@ class _SavingOps(InferenceOps):
         return self._rows is not None
 
     def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
-        """Layer norm."""
+        """Apply layer norm."""
         out = self._normed(x, None, scale, shift, eps)
         if out is None:
             out, mean, spread = torch.native_layer_norm(x, width, scale, shift, eps)
@@ -103,7 +103,7 @@ class _SavingOps(InferenceOps):
         return out
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """By torch."""
+        """Apply a linear layer, by torch."""
         self.kept.append(x)
         return F.linear(x, weight, bias)
 
@@ -295,7 +295,7 @@ def _dropout_backward(dy: Tensor, noise: Tensor, chance: float) -> Tensor:
 
 
 def _dropout_masks(plan: Plan, kept: list[Any]) -> list[Tensor]:
-    """What dropout multiplied by, of what a forward kept."""
+    """Return what dropout multiplied by, of what a forward kept."""
     behind, within, last = map(bool, plan.drops)
     start = 3 * plan.norm_first + 4
     found = kept[start : start + behind]

@@ -58,7 +58,8 @@ class Heads(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a layer computes, but for its tensors; `drops` are chances: behind the attention, within the feed-forward block, behind it."""
+    """The computation of a layer without its tensors; `drops` are probabilities of dropout: behind the attention, within the feed-forward
+    block, behind it."""
 
     heads: Heads
     norm_first: bool
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
 
 
 class Attention:
-    """What attention computes of the packed tokens of a batch; layers that attend alike share it, and what was found for the first.
+    """Attention over the packed tokens of a batch; layers that attend alike share it, and what was found for the first.
     `whole`: each row is a token of a sequence."""
 
     __slots__ = ("_calls", "_given", "_learning", "_mask", "_offsets", "_score", "_whole")
@@ -81,7 +82,7 @@ class Attention:
         self._learning: PackedCall | None = None
 
     def moved(self, offsets: Tensor) -> Attention:
-        """The same of other sequences, as many of the same bound, where there is neither score nor mask."""
+        """Return the attention over other sequences, as many of the same bound, where there is neither score nor mask."""
         made = Attention(None, None, self._given, whole=self._whole)
         made._offsets = offsets
         made._calls = {learns: call.moved(offsets) for learns, call in self._calls.items()}
@@ -90,7 +91,7 @@ class Attention:
 
     @property
     def _extras(self) -> Extras:
-        """Those that it was made with, of the sequences that it was moved to, if it was."""
+        """Return the extras that it was made with, of the sequences that it was moved to, if it was."""
         offsets = self._offsets  # once: other threads may find it first
         if offsets is not None:
             self._given, self._offsets = replace(self._given, cu_q=offsets, cu_kv=offsets), None
@@ -143,11 +144,11 @@ class LayerOps:
         self._attention = attention
 
     def norm(self, x: Tensor, width: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
-        """Layer norm."""
+        """Apply layer norm."""
         return torch.layer_norm(x, width, scale, shift, eps)
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """By torch."""
+        """Apply a linear layer, by torch."""
         return F.linear(x, weight, bias)
 
     def relu(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -167,7 +168,7 @@ class LayerOps:
         return F.dropout(x, chance)
 
     def add(self, new: Tensor, x: Tensor) -> Tensor:
-        """A new tensor."""
+        """Add into a new tensor."""
         return x + new
 
     def add_norm(
@@ -179,7 +180,7 @@ class LayerOps:
 
 
 class InferenceOps(LayerOps):
-    """The same where nobody looks on.
+    """Layer operations where nothing observes them: no autograd, hooks or modes.
 
     Args:
         attention: of query, key and value.
@@ -211,7 +212,7 @@ class InferenceOps(LayerOps):
         return linear_relu(x, weight, bias)
 
     def add(self, new: Tensor, x: Tensor) -> Tensor:
-        """In place."""
+        """Add in place."""
         return new.add_(x)
 
 

@@ -186,7 +186,7 @@ def key_padding(padding: Tensor) -> Functions:
 
 
 def packed_bias(packing: Packing) -> Functions:
-    """What a floating padding mask adds to the keys that it keeps."""
+    """Return what a floating padding mask adds to the keys that it keeps."""
     if packing.bias is None:
         return NOTHING
     values, offsets = packing.bias, packing.offsets

@@ -220,7 +220,7 @@ class Packing:
         return torch.unflatten(_scattered(tokens, places, self.batch * self.longest), 0, (self.batch, self.longest))
 
     def within(self, length: int) -> Packing:
-        """The same, of sequences that are no longer than this, if it is not known how long they are."""
+        """Return the packing, of sequences that are no longer than this, if it is not known how long they are."""
         if self.whole is None or known_extremes(self.whole)[0] is not None:
             return self
         return Packing(self.offsets, length, (self.shape[0], length), nested=self.nested, whole=self.whole, values=self.values)
@@ -355,7 +355,7 @@ def _without_gaps(jagged: Any) -> Any:
 
 
 def _values(whole: Any) -> Tensor:
-    """Its tokens; `values` takes a while, and only autograd needs it."""
+    """Return the tokens; `values` takes a while, and only autograd needs it."""
     eager = not torch.compiler.is_compiling() and is_readable(inner_values(whole))
     values: Tensor = inner_values(whole) if eager and not (torch.is_grad_enabled() and _needs_grad(whole)) else whole.values()
     return values

@@ -74,7 +74,7 @@ def _of_bytes(padding: Tensor, *, batch_first: bool) -> TokenPlaces | None:
 
 
 class _CachedSearch(NamedTuple):
-    """What was found, and the versions of its tensors then: they are handed to whoever may write to them."""
+    """A result of a search, and the versions of its tensors then: they are handed to whoever may write to them."""
 
     found: TokenPlaces | None
     tensors: tuple[Tensor, ...]

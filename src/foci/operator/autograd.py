@@ -67,7 +67,7 @@ class Outline(NamedTuple):
         return {**fields, "formula": chosen.formula, "needs": chosen.needs, "allowed": chosen.allowed, "plan": text}
 
     def operands(self, tensors: Sequence[Tensor], optional: OptionalTensors) -> Operands:
-        """Of query, key, value and captured tensors."""
+        """Return the operands of query, key, value and captured tensors."""
         query, key, value, *captures = tensors
         if self.packed:
             query, key, value = as_batch(query), as_batch(key), as_batch(value)
@@ -76,7 +76,7 @@ class Outline(NamedTuple):
 
 
 def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, program: Program | None = None) -> Outline:
-    """These operands without their tensors."""
+    """Make the outline of operands: all but their tensors."""
     o, needs = operands, chosen.needs
     learns = any(needs[:3]) or any(needs[3])
     return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, program, learns)
@@ -195,7 +195,7 @@ def _packed_or_none(batch: Tensor | None) -> Tensor | None:
 def _known_gradients(
     outline: Outline, program: Program, tensors: Sequence[Tensor], optional: OptionalTensors, given: Given
 ) -> tuple[Tensor | None, ...] | None:
-    """Those of a pass whose launches are kept."""
+    """Compute the gradients by launches that are kept, if they are."""
     made = launch_backward(outline.chosen, program, tensors, optional, given)
     if made is None:
         return None

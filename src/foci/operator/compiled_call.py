@@ -52,7 +52,7 @@ class _Place:
 
 
 def _surroundings(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor]) -> tuple[object, ...]:
-    """What a call depends on that may change where sizes, strides and numbers do not."""
+    """Return what a call depends on that may change where sizes, strides and numbers do not."""
     address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     for tensor in captures:
         others |= tensor.data_ptr()

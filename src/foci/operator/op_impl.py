@@ -67,7 +67,7 @@ def gradient_rows(*args: Any) -> Tensor:
 
 
 def forward_known(args: Sequence[Any]) -> Known:
-    """What is known of a call of `results`.
+    """Return what is known of a call of `results`.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
@@ -79,7 +79,7 @@ def forward_known(args: Sequence[Any]) -> Known:
 
 
 def backward_known(args: Sequence[Any]) -> Known:
-    """What is known of a call of `gradients`.
+    """Return what is known of a call of `gradients`.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
@@ -88,7 +88,7 @@ def backward_known(args: Sequence[Any]) -> Known:
 
 
 def backward_rows_known(args: Sequence[Any]) -> Known:
-    """What is known of a call of `gradient_rows`.
+    """Return what is known of a call of `gradient_rows`.
 
     Raises:
         NoViableBackend: if no backend accepts the problem.
@@ -122,13 +122,14 @@ def forward(known: Known, args: tuple[Any, ...]) -> Results:
 
 
 def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Those gradients of query, key, value and captured tensors whose letter is 1, of the flat arguments of the operator's backward."""
+    """Compute the gradients of query, key, value and captured tensors whose letter is 1, of the flat arguments of the operator's
+    backward."""
     strides = known.strides or _backward_strides(arguments[7:], arguments[6])
     return [_lying(t, s) for t, s in zip(_found(known, arguments), strides, strict=True)]
 
 
 def backward_rows(known: Known, arguments: tuple[Any, ...]) -> Tensor:
-    """Those of query, key and value, likewise, in rows."""
+    """Compute the gradients of query, key and value in rows of one tensor."""
     made = _found(known, arguments)
     (b, _, s, _), width = made[0].shape, sum([t.shape[1] * t.shape[3] for t in made])
     address, strides = made[0].data_ptr(), (s * width, width, 1)

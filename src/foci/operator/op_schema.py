@@ -90,7 +90,7 @@ def unflatten(args: Sequence[Any]) -> tuple[Formula, Operands, Allowed]:
 
 
 def name_cotangents(grads: Sequence[Tensor | None], out: Tensor, asked: Asked) -> Cotangents:
-    """What autograd gives, by name; zeros for an output that nobody used."""
+    """Return what autograd gives, by name; zeros for an output that nobody used."""
     grad_out, grad_lse, _, grad_columns, grad_weights = grads
     return Cotangents(
         torch.zeros_like(out) if grad_out is None else grad_out,

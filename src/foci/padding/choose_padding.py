@@ -25,7 +25,7 @@ _LAUNCHES: Final = 8
 
 
 def seconds_by_rows(product: Product, aligned: float, machine: Machine) -> float:
-    """Of a product by groups of rows, all told.
+    """Estimate the seconds of a product by groups of rows, all told.
 
     Args:
         product: whose one misaligned matrix is read or written so.
@@ -103,7 +103,7 @@ class Choice:
 
 
 def decide(products: Sequence[Product], visible: frozenset[fx.Node], machine: Machine) -> tuple[list[Verdict], dict[fx.Node, Fix]]:
-    """What becomes of every misaligned matrix, and the products that read theirs by groups of rows.
+    """Return what becomes of every misaligned matrix, and the products that read theirs by groups of rows.
 
     Product after product, the set of its matrices is padded that gains most over all products which read or write one of them;
     so a second matrix is padded where the first alone would gain nothing.

@@ -44,7 +44,7 @@ _SAME: Final = frozenset({TO_COPY, aten.alias.default, aten.clone.default, aten.
 
 @dataclass
 class Relations:
-    """What one operation does with dims.
+    """The relations between dims that one operation makes.
 
     Attributes:
         ties: sets of dims that have one size.
@@ -182,7 +182,7 @@ _MAPS: Final[Mapping[Any, _Map]] = {
 
 
 def _reduced_dims(node: fx.Node) -> list[int]:
-    """Of the operand: those that a reduction runs over."""
+    """Return the dims of the operand that a reduction runs over."""
     rank = len(_sizes(node.args[0]))  # type: ignore[arg-type]
     given: Any = node.args[1] if len(node.args) > 1 else None
     return sorted(dim % rank for dim in given) if given and node.target is not aten.sum.default else list(range(rank))

@@ -37,16 +37,16 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the product: a multiplication and an addition for each pair."""
+        """Return the flops of the product: a multiplication and an addition for each pair."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def elements(self) -> int:
-        """Of the three matrices."""
+        """Return the elements of the three matrices."""
         return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
     def shrunk(self, role: Role, by: int) -> Shape:
-        """The same with a role's inner dim smaller."""
+        """Return the shape with a role's inner dim smaller."""
         name = _INNER[role]
         return replace(self, **{name: getattr(self, name) - by})
 
@@ -58,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a matrix.
+    """A misalignment of a matrix.
 
     Attributes:
         alignment: bytes that the length of its rows is a multiple of.
@@ -92,13 +92,13 @@ class Row:
     misaligned: float
 
     def slowdown(self, padded: bool) -> float:
-        """By the fault."""
+        """Return how many times as long the fault makes the product."""
         return max(1.0, (self.padded if padded else self.misaligned) / self.aligned)
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A device.
+    """The measured times of a device.
 
     Attributes:
         device: its name.
@@ -191,7 +191,7 @@ def _times(row: Row) -> tuple[float, ...]:
 
 @functools.cache
 def find_table(device: str, family: str) -> Table | None:
-    """What is known of a device: the shipped table, extended by what `foci tune` wrote.
+    """Return what is known of a device: the shipped table, extended by what `foci tune` wrote.
 
     A device that nobody measured goes by a shipped one of its family; None if there is none. Read once: two compilations in
     one process decide alike.

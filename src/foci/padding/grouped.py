@@ -100,7 +100,7 @@ def bytes_written_by_rows(m: int, k: int, n: int, itemsize: int, *, biased: bool
 
 
 def mm_by_rows(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.
+    """Compute a @ b.
 
     Args:
         a: [M, K], each row's elements side by side, M a multiple of the number of groups.

@@ -45,8 +45,8 @@ def join_gradients(graph: fx.Graph) -> int:
 
 
 def _read(cat: fx.Node) -> list[fx.Node] | None:
-    """What a concatenation alone has read, back to the call that made all of it; None if that is not query's, key's and value's gradient
-    of one attention in this order, heads within rows."""
+    """Return what a concatenation alone has read, back to the call that made all of it; None if that is not query's, key's and value's
+    gradient of one attention in this order, heads within rows."""
     parts: Any = cat.args[0]
     dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     value, chains = fake_value(cat), [_chain(part) for part in parts]

@@ -47,7 +47,7 @@ class Machine:
     table: Table | None
 
     def kind(self, dtype: torch.dtype) -> Kind | None:
-        """Of the arithmetic in products of a dtype, or None if no table knows it."""
+        """Return the kind of arithmetic in products of a dtype, or None if no table knows it."""
         kind = _KINDS.get(dtype)
         return "tf32" if kind == "float32" and self.tf32 else kind
 
@@ -64,7 +64,7 @@ def _machine(name: str, kin: str, tf32: bool) -> Machine:
 
 
 def seconds(table: Table, kind: Kind, shape: Shape, faults: Mapping[Role, Fault]) -> float | None:
-    """Of one product, or None where nothing like it was measured.
+    """Estimate the seconds of one product, or None where nothing like it was measured.
 
     A roofline carries the time of the nearest measurement over to this shape; the worst of the faults decides.
 

@@ -41,7 +41,7 @@ def _empty(sizes: Sequence[int], strides: Sequence[int], like: Tensor, alignment
 
 
 def _product_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of a matrix, or of a batch of them, without gaps."""
+    """Return the strides of a matrix, or of a batch of them, without gaps."""
     rows = (sizes[-1], 1)
     return rows if len(sizes) == 2 else (sizes[-2] * sizes[-1], *rows)
 

@@ -88,5 +88,5 @@ def options(machine: Machine | None = None) -> dict[str, Any]:
 
 @cache
 def _fingerprint() -> str:
-    """Of the code, and of the tables that the user measured; these are read once, as in `find_table`."""
+    """Hash the code, and the tables that the user measured; these are read once, as in `find_table`."""
     return hash_files(code_fingerprint(), folder().glob("*.json"))

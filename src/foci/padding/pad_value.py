@@ -29,7 +29,7 @@ INFINITY: Final = float("inf")
 
 
 class Rows(IntEnum):
-    """What is known of a row whose padding is NaN instead of the fill.
+    """Knowledge of a row whose padding is NaN instead of the fill.
 
     CLEAN: there is none. STRONG: an element of its own is NaN, or all are plus infinity. WEAK: an element of its own is NaN, or
     all are infinite.
@@ -52,7 +52,7 @@ Fills = Mapping[fx.Node, Fill | None]
 
 
 def result_fill(made: fx.Node, fills: Fills, maxima: Mapping[fx.Node, fx.Node]) -> Fill | None:
-    """Of a new operation's result, or None if nothing is known.
+    """Return the fill of a new operation's result, or None if nothing is known.
 
     Args:
         made: the operation.
@@ -75,7 +75,7 @@ def result_fill(made: fx.Node, fills: Fills, maxima: Mapping[fx.Node, fx.Node]) 
 
 
 def _constant(node: Any) -> float | None:
-    """What a node that is one value everywhere holds."""
+    """Return what a node that is one value everywhere holds."""
     value = node.args[1] if isinstance(node, fx.Node) and node.target is aten.full.default and len(node.args) > 1 else None
     return float(value) if isinstance(value, (bool, int, float)) else None
 

@@ -46,7 +46,7 @@ class Growth:
     relations: Reader = dim_relations
 
     def dims(self, node: fx.Node) -> list[int]:
-        """Those of a node's value."""
+        """Return the grown dims of a node's value."""
         return self._dims.get(node, [])
 
     @functools.cached_property
@@ -58,11 +58,11 @@ class Growth:
 
     @property
     def nodes(self) -> Iterable[fx.Node]:
-        """That have such dims, in no order."""
+        """Return the nodes that have grown dims, in no order."""
         return self._dims
 
     def and_also(self, *others: Growth) -> Growth:
-        """All at once."""
+        """Return this growth and others, all at once."""
         if not others:
             return self
         return Growth({slot: length for growth in (self, *others) for slot, length in growth.lengths.items()}, self.relations)
@@ -92,7 +92,7 @@ class Growth:
 
 @dataclass(eq=False)
 class _Rewrite:
-    """What has been made of a graph so far.
+    """The state of a graph's rewriting.
 
     Attributes:
         growth: that is done.
@@ -227,7 +227,7 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
 
 
 def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
-    """What stands in a result's padding. What is said of rows holds where one dim grew, in products that of the columns."""
+    """Return what stands in a result's padding. What is said of rows holds where one dim grew, in products that of the columns."""
     fill, dims, value = result_fill(made, state.fills, state.maxima), state.growth.dims(node), fake_value(node)
     if fill is None or value is None or fill.rows is Rows.CLEAN:
         return fill

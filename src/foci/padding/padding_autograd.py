@@ -103,7 +103,7 @@ def _growths(products: Sequence[Product], relations: Reader, machine: Machine) -
 
 
 def _growth(start: Matrix, relations: Reader, machine: Machine) -> tuple[Growth, str | None]:
-    """What would grow with the rows of a matrix, and what forbids it."""
+    """Return what would grow with the rows of a matrix, and what forbids it."""
     value = fake_value(start.node)
     assert value is not None
     size = hints(value.shape)[start.inner]

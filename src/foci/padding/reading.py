@@ -113,7 +113,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """What a product reads or writes, batched perhaps.
+    """A matrix that a product reads or writes, batched perhaps.
 
     Attributes:
         node: the operand, a view perhaps.
@@ -132,7 +132,7 @@ class Matrix:
     inner: int
 
     def fault(self, load: int, *, mended: bool = False) -> Fault | None:
-        """What is wrong with it; with aligned strides, if they are mended."""
+        """Return what is wrong with it; with aligned strides, if they are mended."""
         strides = load if mended else self.alignment
         worst = min(strides, self.extent)
         return Fault(worst, strides == load) if worst < load else None
@@ -160,7 +160,7 @@ def fake_value(node: Any) -> Tensor | None:
 
 
 def meta_like(node: fx.Node) -> dict[str, Any]:
-    """What is noted of a node, but for its value: for another that takes its place."""
+    """Return what is noted of a node, but for its value: for another that takes its place."""
     return {name: value for name, value in node.meta.items() if name not in ("val", "tensor_meta", "eager_input_vals")}
 
 
@@ -170,7 +170,7 @@ def hints(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def find_base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, itself perhaps."""
+    """Return what a node is a view of, itself perhaps."""
     while node.target in VIEWS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -225,7 +225,7 @@ def _divisor(length: int, load: int) -> int:
 
 
 def _alignment(strides: Sequence[int], sizes: Sequence[int], itemsize: int, load: int) -> int:
-    """Of every stride but the innermost."""
+    """Return the alignment of every stride but the innermost."""
     return min((_divisor(stride * itemsize, load) for stride, size in zip(strides, sizes) if size > 1 and stride > 1), default=load)
 
 

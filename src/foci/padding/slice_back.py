@@ -82,7 +82,7 @@ _PRODUCTS: Final = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.defa
 
 
 def _loops(product: fx.Node, growth: Growth) -> frozenset[fx.Node]:
-    """What is computed for this product alone, element by element, backwards from it."""
+    """Return what is computed for this product alone, element by element, backwards from it."""
     found: dict[fx.Node, None] = {product: None}
     todo = [product]
     while todo:
@@ -115,7 +115,7 @@ def _is_loop(node: fx.Node, growth: Growth) -> bool:
 
 
 def seconds_cut(product: Product, aligned: float, machine: Machine) -> float:
-    """Of a product that is cut: its result is read and written once more.
+    """Estimate the seconds of a product that is cut: its result is read and written once more.
 
     Args:
         product: to cut.

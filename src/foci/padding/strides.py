@@ -134,7 +134,7 @@ def is_channels_last(strides: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def padding_bytes(strides: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """What a tensor with these strides takes more than its elements need.
+    """Return what a tensor with these strides takes more than its elements need.
 
     Example:
         >>> import torch

@@ -85,7 +85,7 @@ def tune(
 
 
 def device_name(device: torch.device) -> str:
-    """What a table is found by: a GPU's name, or the instruction set of the CPU."""
+    """Return what a table is found by: a GPU's name, or the instruction set of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"
@@ -111,7 +111,7 @@ def _rows(device: torch.device, kind: Kind, shape: Shape, repeats: int) -> Itera
 
 
 def _kind_dtype(kind: Kind) -> torch.dtype:
-    """Of the matrices in products of this kind."""
+    """Return the dtype of the matrices in products of this kind."""
     dtype: torch.dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
     return dtype
 
@@ -156,7 +156,7 @@ def _launch(device: torch.device, repeats: int) -> float:
 
 
 def _seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
-    """Of each call, in turn, so that a slow moment falls on all alike: the median on a GPU, the least on a CPU that others share."""
+    """Time each call, in turn, so that a slow moment falls on all alike: the median on a GPU, the least on a CPU that others share."""
     timers = [_on_cuda(call) if device.type == "cuda" else _on_cpu(call) for call in calls]
     times = [[timer() for timer in timers] for _ in range(repeats)]
     typical = statistics.median if device.type == "cuda" else min

@@ -30,7 +30,7 @@ def _with_blocks(variant: Variant, block_size: tuple[int, int]) -> tuple[Expr, C
 
 
 class Parts:
-    """What all sources of a problem need: score, mask including the caller's blocks, and all captured tensors."""
+    """The parts that all sources of a problem share: score, mask including the caller's blocks, and all captured tensors."""
 
     def __init__(self, problem: Problem) -> None:
         variant, block_size = problem.variant, problem.formula.block_size

@@ -30,7 +30,7 @@ class New(NamedTuple):
 
     @property
     def packed(self) -> New:
-        """The same as the caller of a packed call gets it: [1, H, T, D] as [T, H, D], and [1, H, T] as [H, T]."""
+        """Return the allocation as the caller of a packed call gets it: [1, H, T, D] as [T, H, D], and [1, H, T] as [H, T]."""
         (_, *size), (_, *stride) = self.size, self.stride
         if len(size) == 3:
             size[:2], stride[:2] = size[1::-1], stride[1::-1]
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
         return Parts(found, made[0].dtype, made[0].device) if found else None
 
     def at(self, tokens: Tokens) -> Joint:
-        """The same for a number of tokens."""
+        """Return the allocation for a number of tokens."""
         return Joint([(size(tokens), stride(tokens), at) for size, stride, at in self.found], self.dtype, self.device)
 
 

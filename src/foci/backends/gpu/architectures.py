@@ -17,7 +17,7 @@ __all__ = ["AMPERE", "ARCHITECTURES", "HOPPER", "INTERPRETER", "OLDEST", "Archit
 
 @dataclass(frozen=True)
 class Architecture:
-    """What schedules and cost models know of an architecture."""
+    """An architecture, as schedules and cost models see it."""
 
     arch: int  # compute capability times ten, as in `Target.arch`
     shared_bytes: int  # shared memory that a block may use

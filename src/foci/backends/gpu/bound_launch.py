@@ -55,8 +55,8 @@ class _Surroundings:
         self._ends = [(t, version_of(t)) for t in ends]
 
     def moved(self, offsets: Tensor) -> _Surroundings | None:
-        """The same with other sequences: as many, with one set of offsets. None if there were two sets, or if launches must go through
-        Triton."""
+        """Return the surroundings with other sequences: as many, with one set of offsets. None if there were two sets, or if launches must
+        go through Triton."""
         (of, _), *others = self._ends
         if others or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
             return None

@@ -100,7 +100,7 @@ def compile_and_load(function: Any, grid: tuple[int, ...], args: tuple[Any, ...]
 
 
 def _built(function: Any, args: tuple[Any, ...], options: dict[str, Any], build: Callable[[], Any]) -> Any:
-    """What `build` returns. With an untested release of Triton, errors of the compiler are raised as `Unbuildable`."""
+    """Return what `build` returns. With an untested release of Triton, errors of the compiler are raised as `Unbuildable`."""
     if release() in TESTED or not isinstance(function, JITFunction):
         return build()
     kind = Waiting(function, args, options, _nothing).kind

@@ -100,8 +100,8 @@ class Table(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What score and mask functions read besides coordinates: captured scalars and tensors. Sizes and strides are encoded, flat over
-    captures."""
+    """The values that score and mask functions read besides coordinates: captured scalars and tensors. Sizes and strides are encoded, flat
+    over captures."""
 
     ints: tuple[int, ...]
     floats: tuple[float, ...]

@@ -39,7 +39,7 @@ def _triton() -> str:
 
 
 def facts(arch: int) -> dict[str, str]:
-    """What a pack of kernels that are compiled here says of itself."""
+    """Return what a pack of kernels that are compiled here says of itself."""
     return {"arch": f"sm_{arch}", "triton": _triton()}
 
 

@@ -43,7 +43,7 @@ Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
 
 
 class Binding(NamedTuple):
-    """What a template is bound to."""
+    """The tensors and numbers that a template is bound to."""
 
     tokens: Tokens
     kept: Inputs  # tensors from the `Source`s
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
         return any(isinstance(n, Count) for n in self.rest["shape"])
 
     def bound(self, tokens: Tokens) -> Tiles:
-        """The same for another number of tokens."""
+        """Return the tiles for another number of tokens."""
         if not self.varies:
             return self
         shape = [n.of(tokens) if isinstance(n, Count) else n for n in self.rest["shape"]]
@@ -240,7 +240,7 @@ class Template:
         return self._ways
 
     def sized(self, tokens: Tokens) -> Sized:
-        """What depends on the number of tokens, cached by it."""
+        """Return what depends on the number of tokens, cached by it."""
         found = self._sized.get(tokens)
         if found is None:
             found = self._sized[tokens] = Sized(self, tokens)
@@ -249,13 +249,13 @@ class Template:
         return found
 
     def returning(self, count: int, *, packed: bool) -> Template:
-        """The same, returning only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share one
-        scratch allocation."""
+        """Return the template with only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share
+        one scratch allocation."""
         made = [new.packed if packed and n < count else new for n, new in enumerate(self.made)]
         return self._with_ways(Template(self.launches, made, self._kept, self._sources, count))
 
     def unbound(self) -> Template | None:
-        """The same for any sequences; None if it reads a tensor for which it has no `Source`."""
+        """Return the template for any sequences; None if it reads a tensor for which it has no `Source`."""
         if None in self._sources:
             return None
         return self._with_ways(Template(self.launches, self.made, (), self._sources, self._results))
@@ -312,7 +312,7 @@ class _Place(NamedTuple):
 
 
 class Sized:
-    """What depends on the number of tokens of a launch list.
+    """The parts of a launch list that depend on the number of tokens.
 
     Attributes:
         joint, parts: the first tensors if they share one allocation, and the function that allocates them; else None.

@@ -64,7 +64,7 @@ class Pass:
 
 
 class PassBuilder:
-    """What a plan says about every pass. It knows no kernel: `portable_passes` and the passes of other backends launch them."""
+    """The facts of a plan that every pass uses. It knows no kernel: `portable_passes` and the passes of other backends launch them."""
 
     def __init__(self, plan: Plan) -> None:
         problem, formula = plan.problem, plan.problem.formula

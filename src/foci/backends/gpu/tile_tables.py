@@ -83,7 +83,8 @@ class Sequences:
 
     @functools.cached_property
     def form(self) -> tuple[object, ...]:
-        """What a launch list depends on besides starts and lengths: the number of sequences, and which of the tensors are the same."""
+        """Return what a launch list depends on besides starts and lengths: the number of sequences, and which of the tensors are the
+        same."""
         length = self.q_length
         return (length is not None and length.shape[0], self.q_start is self.kv_start, self.q_length is self.kv_length)
 

@@ -50,7 +50,7 @@ class TileShape:
 
     @property
     def tiles(self) -> Tiles:
-        """The same as the classification of tiles takes it."""
+        """Return the tile sizes as the classification of tiles takes them."""
         return Tiles(self.tile_q, self.tile_kv, 4, self.stages)
 
 

@@ -76,7 +76,7 @@ def make_config(values: tuple[Any, ...], **flags: int | None) -> Config:
 
 
 def without_mask(plan: Plan) -> Plan:
-    """The same plan where every query attends to every key."""
+    """Return the plan where every query attends to every key."""
     formula = plan.problem.formula
     everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
     return replace(plan, problem=replace(plan.problem, formula=everything))

@@ -87,7 +87,7 @@ class _Worker:
     line: Connection
 
     def answer(self) -> list[Line] | None:
-        """What it says next: None that its cases have run, or the lines of a case; None too if it has ended."""
+        """Return what it says next: None that its cases have run, or the lines of a case; None too if it has ended."""
         with contextlib.suppress(EOFError, OSError):
             found: list[Line] | None = self.line.recv()
             return found
@@ -143,7 +143,7 @@ def _serve(line: Connection, share: Sequence[str], square: Sizes, request: Reque
 
 
 def _prepared(name: str, square: Sizes, request: Request) -> Asked:
-    """What a case asks for, after all its sides have run it once."""
+    """Return what a case asks for, after all its sides have run it once."""
     case = _case(name)
     asked = case.build(case.fit(square), request.device, request.dtype)
     for who in list_sides(case, asked, request):

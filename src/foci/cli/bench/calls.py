@@ -128,7 +128,7 @@ def _flex(asked: Asked, sizes: Sizes, device: torch.device) -> Callable[..., Ten
 
 
 def _paged(inputs: tuple[Tensor, ...], sizes: Sizes) -> Callable[[], Tensor]:
-    """The same keys and values in pages, in an order that is not that of memory."""
+    """Return the call with keys and values in pages, in an order that is not that of memory."""
     query, *dense = inputs
     count = -(-sizes.kv_len // _PAGE)
     order = torch.randperm(sizes.batch * count, generator=torch.Generator().manual_seed(2)).to(query.device)

@@ -25,7 +25,7 @@ __all__ = ["Line", "Request", "describe_case", "facts", "failed", "list_sides", 
 
 @dataclass(frozen=True)
 class Request:
-    """What `measure` is asked for.
+    """A request to `measure`.
 
     Attributes:
         device, dtype: of the tensors.
@@ -101,7 +101,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def describe_case(case: Case, square: Sizes, request: Request) -> tuple[str, str, str]:
-    """What a line begins with: case, sizes, dtype."""
+    """Return what a line begins with: case, sizes, dtype."""
     return case.name, str(case.fit(square)), str(request.dtype).removeprefix("torch.")
 
 
@@ -191,7 +191,7 @@ def _gpu_ms(function: Callable[[], Any], repeats: int) -> float:
 
 
 def _work(case: Case, asked: Asked, sizes: Sizes, request: Request) -> tuple[float, str]:
-    """What a forward pass does in units whose count by milliseconds is the rate: flops of the attended pairs, or, of a decode, the
+    """Return what a forward pass does in units whose count by milliseconds is the rate: flops of the attended pairs, or, of a decode, the
     bytes of keys and values; in millions or, on a GPU, in thousands of millions."""
     scale, prefix = (1e9, "T") if request.device.type == "cuda" else (1e6, "G")
     if not case.trains:

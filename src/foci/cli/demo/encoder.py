@@ -124,7 +124,7 @@ def count_backends(calls: Sequence[Any]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the encoder finds for a question among the modules of the standard library.
+    """The encoder's answer to a question, found among the modules of the standard library.
 
     Attributes:
         question, expected: the words asked, and the module that answers them.

@@ -32,7 +32,7 @@ class Recorded(NamedTuple):
 
 
 class Engine(Protocol):
-    """What records and replays."""
+    """The operations that record and replay a CUDA graph."""
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether the tensor is where this engine records."""

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a recorded function is computed of; the first of the packed tensors says how many rows the output has."""
+    """The inputs of a recorded function; the first of the packed tensors says how many rows the output has."""
 
     tokens: tuple[Tensor, ...]
     packings: tuple[Packing, ...]
@@ -176,7 +176,7 @@ class Recordings:
 
     @property
     def keys(self) -> list[object]:
-        """What is recorded."""
+        """Return what is recorded."""
         return [key for lanes in self._lanes.values() for lane in lanes for key in lane.graphs]
 
     def run(
