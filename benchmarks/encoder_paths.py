@@ -25,7 +25,7 @@ from pages import fill, markdown, results
 from torch import Tensor
 
 import foci.nn
-from foci.dispatch import Lay, PackedCall, _side_by_side
+from foci.dispatch import PackedCall, RowLayout, _side_by_side
 from foci.nn import encoder as encoders
 from foci.nn import fused_encoder
 
@@ -34,12 +34,12 @@ VARIANTS: Final = ("all of it", "launches looked up", "a node for each operation
 ROUNDS, CALLS = 15, 6
 
 
-def forward_rows(self: PackedCall, rows: Tensor, lay: Lay) -> tuple[Tensor, Tensor]:
+def forward_rows(self: PackedCall, rows: Tensor, lay: RowLayout) -> tuple[Tensor, Tensor]:
     out, lse = self.forward(lay.split(rows))
     return out.flatten(1), lse
 
 
-def backward_rows(self: PackedCall, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: Lay) -> Tensor:
+def backward_rows(self: PackedCall, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: RowLayout) -> Tensor:
     out, lse = found
     return _side_by_side(self.backward(lay.split(rows), (lay.of_queries(out), lse), lay.of_queries(gradient)))
 

@@ -38,7 +38,7 @@ import foci
 from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 from foci.trace_functions import bind
 
@@ -202,7 +202,7 @@ def planned(row: Row, *, is_tuned: bool = False) -> tuple[Problem, Operands, Ten
 def ours(row: Row, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Forward and backward of one of foci's backends."""
     problem, operands, dout = planned(row)
-    target = target_of(DEVICE)
+    target = find_target(DEVICE)
     reason = load(backend).reject(problem, target)
     if reason:
         raise NotImplementedError(reason)

@@ -27,7 +27,7 @@ from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
 from foci.backends.triton import BACKEND
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 from foci.trace_functions import bind
 
@@ -107,7 +107,7 @@ def run(case: Case) -> bool:
         formula, case.dtype, *case.dims, *case.heads, bucket(case.batch), *(bucket(n) for n in case.lengths), True, True, True,
         tuple(case.capture_grads and t.is_floating_point() for t in captures),
     )  # fmt: skip
-    target = target_of(DEVICE)
+    target = find_target(DEVICE)
     reason = BACKEND.reject(problem, target)
     if reason is not None:
         print(f"skip {case.name:26s} {reason}")

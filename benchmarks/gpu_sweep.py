@@ -28,7 +28,7 @@ from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.schedules import Schedule, shared_bytes
 from foci.backends.gpu.tile_tables import operand_sequences
 from foci.backends.triton.kernel import build_kernel
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Formula, Operands, Outputs, Problem
 from foci.trace_functions import bind
 
@@ -61,7 +61,7 @@ FLOPS = {"forward": 4, "query_gradient": 6, "key_gradient": 8, "key_gradient_alo
 
 def jobs(names: list[str], dims: list[int], kinds: list[str]) -> list[tuple[str, int, str, Schedule]]:
     """(kernel, head dim, variant, schedule), those whose shared memory fits."""
-    limit = find(target_of(torch.device("cuda")).arch).shared_bytes
+    limit = find(find_target(torch.device("cuda")).arch).shared_bytes
     return [
         (kind, dim, name, schedule)
         for (kind, dim), found in CANDIDATES.items()
@@ -87,7 +87,7 @@ def kernel_of(dim: int, name: str) -> tuple[GpuKernel, Operands]:
     problem = Problem(
         Formula(bound.variant, outputs=Outputs(lse=True)), torch.bfloat16, dim, dim, heads, heads, 2, 8192, 8192, True, True, True, ()
     )
-    return build_kernel(Plan("triton", problem, target_of(device))), operands
+    return build_kernel(Plan("triton", problem, find_target(device))), operands
 
 
 def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:

@@ -22,7 +22,7 @@ from gpu_attention import DEVICE, Row, flops, planned, rows
 from foci.backends.contract import Plan
 from foci.backends.triton.kernel import build_kernel
 from foci.backends.triton.tuning import Store, TunedKernel, list_candidates
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Cotangents
 
 ROWS: Final = (("ALiBi causal", 128), ("window 1024", 64))
@@ -36,7 +36,7 @@ def chosen(names: list[str]) -> list[Row]:
 def compile_all(row: Row, part: int, parts: int) -> None:
     """Compiles every n-th candidate of each kernel of both passes, from the i-th."""
     problem, operands, dout = planned(row)
-    plan = Plan("triton", problem, target_of(DEVICE))
+    plan = Plan("triton", problem, find_target(DEVICE))
     first = build_kernel(plan)
     results = first.forward(operands)
     first.backward(operands, results, Cotangents(dout))
@@ -60,7 +60,7 @@ def milliseconds(kernel: Any, operands: Any, results: Any, dout: torch.Tensor) -
 def line(row: Row) -> dict[str, Any]:
     """A row by the table and tuned."""
     problem, operands, dout = planned(row, is_tuned=True)
-    plan = Plan("triton", problem, target_of(DEVICE))
+    plan = Plan("triton", problem, find_target(DEVICE))
     by_table, tuned = build_kernel(plan), TunedKernel(plan, build_kernel, store=Store(None))
     start = time.perf_counter()
     results = tuned.forward(operands)

@@ -36,7 +36,7 @@ import foci
 from foci import masks
 from foci.backends import load
 from foci.backends.contract import Plan
-from foci.planner import choose, target_of
+from foci.planner import choose, find_target
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 from foci.trace_functions import Bound, bind
 
@@ -114,7 +114,7 @@ def asked_of(tensors: list[Tensor], bound: Bound, jagged: dict[str, Any], dropou
 
 def planned(name: str, asked: Problem) -> Any:
     """A backend's kernel, or for "foci" that of the planner's choice; "hopper" takes its own backward whether it is ahead or not."""
-    target = target_of(DEVICE)
+    target = find_target(DEVICE)
     if name == "foci":
         plan = choose(asked, target).plan
         assert plan is not None
@@ -215,7 +215,7 @@ def choice_of(row: Row, *, backward: bool) -> str:
     """The backend that the planner takes for a row."""
     score, mask, jagged = given_of(row)
     tensors = tensors_of(row, lengths_of(row), torch.device("meta"))
-    plan = choose(asked_of(tensors, bind(score, mask, DEVICE), jagged, row.dropout, backward=backward), target_of(DEVICE)).plan
+    plan = choose(asked_of(tensors, bind(score, mask, DEVICE), jagged, row.dropout, backward=backward), find_target(DEVICE)).plan
     return plan.backend if plan is not None else ""
 
 

@@ -27,14 +27,14 @@ def test_the_table_agrees_with_the_pins_and_the_project():
     project = tomllib.loads(read("pyproject.toml"))["project"]
     oldest, newest, pythons = releases.RELEASES[0], releases.RELEASES[-1], tuple(releases.PYTHONS)
     assert f"torch>={oldest.torch.rsplit('.', 1)[0]}" in project["dependencies"]
-    assert project["requires-python"] == f">={pythons[0]},<3.{releases.minor_of(pythons[-1])[1] + 1}"
+    assert project["requires-python"] == f">={pythons[0]},<3.{releases.parse_minor(pythons[-1])[1] + 1}"
     of_python = [line.rsplit(" ", 1)[1] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)]
     assert tuple(of_python) == pythons
     assert f"triton>={oldest.triton.rsplit('.', 1)[0]};" in project["optional-dependencies"]["gpu"][0]
     pins = dict(line.split("==") for line in read("constraints.txt").splitlines() if "==" in line)
     assert (pins["torch"], pins["triton"]) in releases.RELEASES
     assert f"NEWEST := {newest.triton}\n" in read("Makefile")
-    assert tuple(sorted({releases.minor_of(each.triton) for each in releases.RELEASES})) == triton_compat.TESTED
+    assert tuple(sorted({releases.parse_minor(each.triton) for each in releases.RELEASES})) == triton_compat.TESTED
 
 
 # NOW-01

@@ -224,8 +224,8 @@ assert Formula.parse(formula.text) == formula
 # simplified, bounded, priced
 assert simplify(apply("sinc", const(0.0))) is const(1.0)
 wide = Range(torch.tensor(-9.0, dtype=torch.float64), torch.tensor(9.0, dtype=torch.float64))
-range_of = bounds(expr, Grid({"score": wide}))
-assert -0.23 < range_of.lo <= -0.2172 and 1.0 <= range_of.hi < 1.01, range_of
+find_range = bounds(expr, Grid({"score": wide}))
+assert -0.23 < find_range.lo <= -0.2172 and 1.0 <= find_range.hi < 1.01, find_range
 assert seconds_per_score(expr, (), needs_backward=True) > seconds_per_score(apply("neg", variable("score")), (), needs_backward=True) > 0
 
 torch.manual_seed(0)

@@ -62,7 +62,7 @@ def test_an_archive_without_git_has_the_fallback_version(metadata):
 
 def test_torch_alone_is_required(metadata):
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert required == ["torch>=" + ".".join(map(str, releases.minor_of(releases.RELEASES[0].torch)))]
+    assert required == ["torch>=" + ".".join(map(str, releases.parse_minor(releases.RELEASES[0].torch)))]
     command = {re.split(r"[>=<]", line)[0] for line in metadata.get_all("Requires-Dist") if re.search(r"extra == 'cli'", line)}
     assert command == {"rich", "typer"}
 
@@ -100,7 +100,7 @@ def test_support_md_agrees_with_the_releases():
         ("Triton", [each.triton for each in releases.RELEASES]),
         ("Python", list(releases.PYTHONS)),
     ):
-        oldest, newest = (".".join(map(str, releases.minor_of(each))) for each in (versions[0], versions[-1]))
+        oldest, newest = (".".join(map(str, releases.parse_minor(each))) for each in (versions[0], versions[-1]))
         assert f"| {name} | {oldest} to {newest} |" in text
 
 

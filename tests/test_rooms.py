@@ -20,7 +20,7 @@ ROOMS = dict(re.findall(r"^### `(\S+)/`: [^\n]+\n(.*?)(?=^#)", section("Rooms"),
 CHANGES = {row.split(" | ")[0].removeprefix("| ") for row in section("One change, one place").splitlines() if row.startswith("| ")}
 
 
-def lines_of(room: str) -> dict[str, str]:
+def read_lines(room: str) -> dict[str, str]:
     """The room's lines by their labels."""
     return dict(re.findall(r"^- \*\*(.+?):\*\* (.*?)(?=^- |\Z)", ROOMS[room], re.MULTILINE | re.DOTALL))
 
@@ -36,7 +36,7 @@ def test_every_package_has_a_room():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_has_five_lines_and_names_its_files(room):
-    lines = lines_of(room)
+    lines = read_lines(room)
     assert tuple(lines) == LINES
     named = re.findall(r"`([a-z_0-9]+)`", lines["Read"])
     assert len(named) == len(set(named))
@@ -45,7 +45,7 @@ def test_a_room_has_five_lines_and_names_its_files(room):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_changes_of_a_room_are_rows_of_the_table(room):
-    changes = re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", lines_of(room)["Change"].replace("\n  ", " "))
+    changes = re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", read_lines(room)["Change"].replace("\n  ", " "))
     assert changes
     assert set(changes) <= CHANGES
 

@@ -206,10 +206,10 @@ class BlockMask:
 
         return BlockMask.from_kv_blocks(
             self.kv_num_blocks[cuts], self.kv_indices[cuts], cut(self.full_kv_num_blocks), cut(self.full_kv_indices),
-            self.BLOCK_SIZE, _sliced_mask_mod, (self._length_of(cuts), self.seq_lengths[1]), self.q_indices is not None,
+            self.BLOCK_SIZE, _sliced_mask_mod, (self._count_queries(cuts), self.seq_lengths[1]), self.q_indices is not None,
         )  # fmt: skip
 
-    def _length_of(self, cuts: tuple[Any, ...]) -> int:
+    def _count_queries(self, cuts: tuple[Any, ...]) -> int:
         """How many queries the chosen block rows have."""
         length, block = self.seq_lengths[0], self.BLOCK_SIZE[0]
         if not _COUNTS_ROWS or len(cuts) < 3:

@@ -19,10 +19,10 @@ from foci.operator import (
     as_batch,
     attend,
     attend_outlined,
+    find_outline,
     is_plain_eager,
     make_outline,
     optional_tensors,
-    outline_of,
     packed_rows,
 )
 from foci.planner import Decision
@@ -168,7 +168,7 @@ def _plan(site: _Site) -> PlannedCall:
     if not is_complete:
         first = tensors if packed else (operands.query, operands.key, operands.value)
         every = (*first, *operands.captures)
-        outline = outline_of(formula, operands, every, _needs(site, every), site.spec.environment.allowed, packed=packed)
+        outline = find_outline(formula, operands, every, _needs(site, every), site.spec.environment.allowed, packed=packed)
         return PlannedCall(outline, every, optional_tensors(operands))
     call = _outlined(site, formula, operands, Program(packed=packed))
     call_cache.keep(site.spec, _Known(call.outline, tuple(spots[id(t)] for t in operands.captures)))

@@ -18,7 +18,7 @@ from foci.operator import Outline, attend_outlined, backward_now, bind_backward,
 from foci.prepare import Extras, prepare
 from foci.problem import OptionalTensors, Results
 
-__all__ = ["Lay", "PackedCall", "Passes", "run", "run_packed"]
+__all__ = ["PackedCall", "Passes", "RowLayout", "run", "run_packed"]
 
 
 def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
@@ -59,7 +59,7 @@ def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras
     return Results(results.out.squeeze(0).transpose(0, 1), results.lse.squeeze(0))
 
 
-class Lay(Protocol):
+class RowLayout(Protocol):
     """How query, key and value [T, H, D] lie in rows [T, E]."""
 
     def split(self, rows: Tensor, /) -> Tensors:
@@ -124,7 +124,7 @@ class PackedCall(NamedTuple):
         made = backward_now(self.outline, (*tensors, *self.captures), self.optional, found, (gradient,))
         return tuple(t for t in made[:3] if t is not None)
 
-    def forward_rows(self, rows: Tensor, lay: Lay) -> tuple[Tensor, Tensor]:
+    def forward_rows(self, rows: Tensor, lay: RowLayout) -> tuple[Tensor, Tensor]:
         """`forward` of what lies side by side in rows [T, E]; out is [T, Hq * Dv], and lse is to be read only where the call learns."""
         passes = self.passes
         if not observers():
@@ -140,7 +140,7 @@ class PackedCall(NamedTuple):
         out, lse = self.forward(lay.split(rows))
         return out.flatten(1), lse
 
-    def backward_rows(self, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: Lay) -> Tensor:
+    def backward_rows(self, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: RowLayout) -> Tensor:
         """The gradient [T, E] of these rows, by what `forward_rows` found and the gradient of out."""
         passes, (out, lse) = self.passes, found
         if not (observers() or torch.is_grad_enabled()):

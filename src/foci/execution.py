@@ -16,7 +16,7 @@ from foci.backends.contract import Backend, Given, Inputs, Kernel, Obstacle, Pla
 from foci.backends.sequences import check_pages, check_spans, is_empty, without_keys
 from foci.context import Call, observers
 from foci.environment import Allowed, Environment, autocast_dtype
-from foci.planner import Decision, NoViableBackend, choose, target_of
+from foci.planner import Decision, NoViableBackend, choose, find_target
 from foci.precompile_lengths import is_wanted, precompile_lengths
 from foci.prepare import check_room
 from foci.problem import (
@@ -82,18 +82,18 @@ def _is_aligned(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def decide(formula: Formula, operands: Operands, needs: Needs, environment: Environment) -> Decision:
     """The planner's decision on these operands; nothing runs."""
-    return choose(_make_problem(formula, operands, needs, environment), target_of(operands.query.device), environment.allowed)
+    return choose(_make_problem(formula, operands, needs, environment), find_target(operands.query.device), environment.allowed)
 
 
 def _kernel(problem: Problem, device: torch.device, environment: Environment) -> _Decided:
     signature = (problem, device, environment.allowed, environment.registry)
     found = _decisions.get(signature)
     if found is None:
-        found = _decisions[signature] = _built(choose(problem, target_of(device), environment.allowed))
+        found = _decisions[signature] = _built(choose(problem, find_target(device), environment.allowed))
         _trim(_decisions)
     elif cache_check.ENABLED:
         # the planner is a pure function of the key, and of what a target says of the device
-        rebuilt = {"problem": problem, "target": target_of(device)}
+        rebuilt = {"problem": problem, "target": find_target(device)}
         cache_check.compare("the cache of decisions", vars(found[0]), rebuilt)
     return found
 

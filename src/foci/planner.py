@@ -15,7 +15,7 @@ from foci.backends.row_kernels import RowKernels
 from foci.ir.expr import Expr
 from foci.problem import Problem, Target
 
-__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "plan_for", "row_kernels", "seconds_per_score", "target_of"]
+__all__ = ["Decision", "NoViableBackend", "Verdict", "choose", "find_target", "plan_for", "row_kernels", "seconds_per_score"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) ->
         device: where the layer runs.
         allowed: names of the backends to consider, all by default.
     """
-    target = target_of(device)
+    target = find_target(device)
     considered = (backends.load(name) for name in backends.names() if allowed is None or name in allowed)
     return next((found for one in considered if (found := one.row_kernels(target)) is not None), None)
 
@@ -144,7 +144,7 @@ def _seconds(cost: float) -> str:
     return f"{cost / 1e-9:.3g} ns"
 
 
-def target_of(device: torch.device) -> Target:
+def find_target(device: torch.device) -> Target:
     """The target a tensor's device is: kind, compute capability, features.
 
     CPU features are the instruction sets torch reports (`torch.backends.cpu.get_cpu_capability`) and what backends find here, `cxx` of a

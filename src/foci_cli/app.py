@@ -189,18 +189,18 @@ def mask(
 def masks() -> None:
     """List the named masks, with their arguments."""
     import foci
-    from foci.cli.catalogue import table_of
+    from foci.cli.catalogue import make_table
 
-    _console().print(table_of(foci.masks))
+    _console().print(make_table(foci.masks))
 
 
 @app.command()
 def scores() -> None:
     """List the named scores, with their arguments."""
     import foci
-    from foci.cli.catalogue import table_of
+    from foci.cli.catalogue import make_table
 
-    _console().print(table_of(foci.scores))
+    _console().print(make_table(foci.scores))
 
 
 @app.command()

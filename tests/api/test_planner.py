@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import foci
 from foci.backends.contract import Backend
-from foci.planner import choose, row_kernels, target_of
+from foci.planner import choose, find_target, row_kernels
 from foci.problem import Formula, Layout, Outputs, Problem, Target
 from foci.trace_functions import bind
 from foci.variant import PLAIN
@@ -269,9 +269,9 @@ def test_use_belongs_to_a_thread():
 
 
 def test_this_machine():
-    target = target_of(CPU)
+    target = find_target(CPU)
     assert target.device == "cpu" and target.arch == 0 and target.features
-    assert target_of(torch.device("meta")) == Target("meta")
+    assert find_target(torch.device("meta")) == Target("meta")
 
 
 class Fast(Backend):

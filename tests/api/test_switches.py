@@ -97,7 +97,7 @@ def test_a_backend_for_another_device(monkeypatch):
         q = torch.randn(1, 2, 16, 8, device="meta")
         assert foci.explain(q, q, q).backend == "elsewhere"
         assert foci.scaled_dot_product_attention(q, q, q).device.type == "meta"
-        assert foci.explain(*[torch.randn(1, 2, 16, 8)] * 3).decision.target == foci.planner.target_of(torch.device("cpu"))
+        assert foci.explain(*[torch.randn(1, 2, 16, 8)] * 3).decision.target == foci.planner.find_target(torch.device("cpu"))
         assert "only the made-up device" in str(foci.explain(*[torch.randn(1, 2, 16, 8)] * 3))
         assert Target("meta") == foci.explain(q, q, q).decision.target
     finally:

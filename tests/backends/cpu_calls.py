@@ -3,11 +3,11 @@
 import torch
 
 import foci
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Formula, Problem
 from foci.trace_functions import bind
 
-CPU = target_of(torch.device("cpu"))
+CPU = find_target(torch.device("cpu"))
 
 
 def problem(score=None, mask=None, dtype=torch.float32, **changes):

@@ -21,7 +21,7 @@ import foci
 from foci import execution
 from foci.backends import disk
 from foci.backends.cpu import build
-from foci.planner import choose, target_of
+from foci.planner import choose, find_target
 from foci.problem import Formula, Problem
 from foci.trace_functions import bind
 
@@ -167,7 +167,7 @@ def failing(path, on, words, code=1):
 def test_without_a_compiler_the_planner_takes_another(cache, monkeypatch):
     monkeypatch.setenv("FOCI_CXX", "no-such-compiler")
     variant = bind(None, None, torch.device("cpu")).variant
-    decision = choose(Problem(Formula(variant), torch.float32, 16, 16, 2, 2, 1, 64, 64), target_of(torch.device("cpu")))
+    decision = choose(Problem(Formula(variant), torch.float32, 16, 16, 2, 2, 1, 64, 64), find_target(torch.device("cpu")))
     assert decision.plan.backend != "cpu"
     assert "no-such-compiler was not found" in next(r.reason for r in decision.rejections if r.backend == "cpu")
 

@@ -418,8 +418,8 @@ def test_the_environment_turns_checks_off():
         "from foci.backends import self_check, hopper\n"
         "from foci.problem import Target\n"
         "unseen = Target('cuda', 90, frozenset({'triton', 'triton-3.99'}))\n"
-        "assert not self_check.ENABLED and not self_check.note_of(unseen)\n"
-        "assert self_check.failure_of('hopper', None, unseen) is None\n"
+        "assert not self_check.ENABLED and not self_check.describe_check(unseen)\n"
+        "assert self_check.find_failure('hopper', None, unseen) is None\n"
         "from foci.cli.environment import _of_backends\n"
         "assert [fact.value for fact in _of_backends() if fact.name == 'triton backend, self-check'] == ['off (FOCI_SELF_CHECK=0)']\n"
     )

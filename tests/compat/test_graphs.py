@@ -115,7 +115,7 @@ def test_composed_views_stay_where_torch_tells_no_schemas(monkeypatch):
         return [node.target for node in graph.nodes if node.op == "call_function"]
 
     assert torch.ops.aten.mT.default not in opened()
-    monkeypatch.setattr(composite_views, "schema_of", public_aten.schema_of)
+    monkeypatch.setattr(composite_views, "read_schema", public_aten.read_schema)
     assert opened() == [torch.ops.aten.mT.default]
 
 
@@ -131,8 +131,8 @@ def test_an_absent_operator_is_in_no_graph_and_says_what_it_is():
     assert public_aten.SOFTMAX != public_aten.LOG_SOFTMAX
     with pytest.raises(NotImplementedError, match=r"torch\.ops\.aten\._softmax\.default is missing in torch"):
         public_aten.SOFTMAX(torch.ones(2), 0, False)
-    assert public_aten.schema_of(torch.ops.aten.add.Tensor) is None
-    assert aten.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+    assert public_aten.read_schema(torch.ops.aten.add.Tensor) is None
+    assert aten.read_schema(torch.ops.aten.add_.Tensor).is_mutable
 
 
 def test_the_backend_aten_declines_where_its_operator_is_absent(monkeypatch):

@@ -16,7 +16,7 @@ from cases import Case, all_cases, cotangents, operands, problem
 from foci import backends
 from foci.backends.contract import Plan
 from foci.backends.reference import formula as exact_formula
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Cotangents, Gradients, Operands, Results
 
 CASES = all_cases()
@@ -27,7 +27,7 @@ def claimed() -> list:
     """Backend, case and device of everything that a backend claims."""
     found = []
     for device in DEVICES:
-        target = target_of(torch.device(device))
+        target = find_target(torch.device(device))
         marks = [pytest.mark.gpu] if device == "cuda" else []
         for case in CASES:
             asked = problem(case, device)
@@ -73,7 +73,7 @@ def expected(case: Case, device: str):
 
 def ran(name: str, case: Case, device: str) -> tuple[Results, Gradients]:
     asked, given = problem(case, device), operands(case, device)
-    kernel = backends.load(name).build(Plan(name, asked, target_of(torch.device(device))))
+    kernel = backends.load(name).build(Plan(name, asked, find_target(torch.device(device))))
     results = kernel.forward(given)
     if not asked.needs_backward:
         return results, Gradients(None, None, None)
@@ -124,11 +124,11 @@ def test_repeats_bit_for_bit(name, case, device):
 # FLEX-07
 @pytest.mark.parametrize("name", ["reference", "blocked"])
 def test_takes_every_case(name):
-    refused = [case.id for case in CASES if backends.load(name).reject(problem(case, "cpu"), target_of(torch.device("cpu"))) is not None]
+    refused = [case.id for case in CASES if backends.load(name).reject(problem(case, "cpu"), find_target(torch.device("cpu"))) is not None]
     assert refused == []
 
 
 def test_aten_takes_plain_and_causal():
-    taken = {case.name for case in CASES if backends.load("aten").reject(problem(case, "cpu"), target_of(torch.device("cpu"))) is None}
+    taken = {case.name for case in CASES if backends.load("aten").reject(problem(case, "cpu"), find_target(torch.device("cpu"))) is None}
     assert {"plain-square", "causal-wide", "causal-large", "memory-transposed", "no-keys"} <= taken
     assert not any(name.startswith(("captured", "dropout", "blocks", "empty")) for name in taken)

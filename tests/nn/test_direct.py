@@ -268,13 +268,13 @@ def test_modules_are_passed_by():
     assert calls_of(lambda: encoder(x, src_key_padding_mask=HIDDEN)) == ["TransformerEncoder", "Linear"]
 
 
-def packing_of(hidden):
+def read_packing(hidden):
     lengths = (~hidden).sum(1)
     return foci.nn.Packing(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), int(lengths.max()), tuple(hidden.shape))
 
 
 def test_tokens_with_a_packing():
-    x, packing = rand(B, S, E), packing_of(HIDDEN)
+    x, packing = rand(B, S, E), read_packing(HIDDEN)
     encoder = stack("Encoder", foci.nn)
     want = encoder(x, src_key_padding_mask=HIDDEN)
     torch.testing.assert_close(encoder(x[~HIDDEN], src_key_padding_mask=packing), want[~HIDDEN])
@@ -286,7 +286,7 @@ def test_tokens_with_a_packing():
 
 
 def test_decoder_tokens_with_a_packing():
-    x, memory, packing = rand(B, S, E), rand(B, S, E, seed=1), packing_of(HIDDEN)
+    x, memory, packing = rand(B, S, E), rand(B, S, E, seed=1), read_packing(HIDDEN)
     decoder = stack("Decoder", foci.nn)
     want = decoder(x, memory, tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=HIDDEN)
     for module, given in ((decoder, want), (decoder.layers[0], decoder.layers[0](x, memory, None, None, HIDDEN, HIDDEN))):
@@ -340,7 +340,7 @@ def test_packings_by_the_mask(rows, lies):
 
 
 def test_wrong_tokens_with_a_packing():
-    x, packing = rand(B, S, E), packing_of(HIDDEN)
+    x, packing = rand(B, S, E), read_packing(HIDDEN)
     encoder = stack("Encoder", foci.nn)
     with pytest.raises(ValueError, match=r"a Packing comes with tokens \[tokens, features\].*got 3 dimensions"):
         encoder(x, src_key_padding_mask=packing)

@@ -38,9 +38,9 @@ __all__ = [
     "SelfCheck",
     "Verdict",
     "check",
-    "failure_of",
+    "describe_check",
+    "find_failure",
     "is_needed",
-    "note_of",
     "run_in_process",
 ]
 
@@ -269,7 +269,7 @@ def is_needed(target: Target) -> bool:
     return ENABLED and untested_release(target.features) is not None
 
 
-def failure_of(backend: str, problem: Problem, target: Target) -> Obstacle | None:
+def find_failure(backend: str, problem: Problem, target: Target) -> Obstacle | None:
     """Why a stored verdict forbids a backend's kernels; None if they may run, or if there is no verdict yet."""
     if not is_needed(target):
         return None
@@ -300,7 +300,7 @@ def _reason(kind: Kind, verdict: Verdict) -> Obstacle | None:
     return Obstacle(reason, topic=f"checks of {kind.backend}")  # each failure is of one kind of problem; the first is warned of
 
 
-def note_of(target: Target) -> str:
+def describe_check(target: Target) -> str:
     """The note of `explain` for kernels that are checked before they run; empty under tested releases."""
     if not is_needed(target):
         return ""

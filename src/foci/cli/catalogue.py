@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.table import Column, Table
 from rich.text import Text
 
-__all__ = ["Entry", "list_entries", "table_of"]
+__all__ = ["Entry", "list_entries", "make_table"]
 
 
 class Entry(NamedTuple):
@@ -36,7 +36,7 @@ def list_entries(module: ModuleType) -> list[Entry]:
     return entries
 
 
-def table_of(module: ModuleType) -> Table:
+def make_table(module: ModuleType) -> Table:
     """A row for each entry."""
     table = Table(Column(module.__name__, overflow="fold"), Column("", overflow="fold"), box=None, pad_edge=False)
     for entry in list_entries(module):

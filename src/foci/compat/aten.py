@@ -14,7 +14,7 @@ from foci.compat.lookup import find
 __all__ = [
     "EFFICIENT_FORWARD", "ENCODER_LAYER", "FLASH_BACKWARD", "FLASH_CPU_BACKWARD", "FLASH_CPU_FORWARD", "FLASH_FORWARD", "LOG_SOFTMAX",
     "LOG_SOFTMAX_BACKWARD", "MKLDNN_LINEAR", "SOFTMAX", "SOFTMAX_BACKWARD", "TO_COPY", "UNSAFE_VIEW", "Absent", "OpOverload",
-    "OpOverloadPacket", "is_mkldnn_enabled", "linear_with_relu", "schema_of",
+    "OpOverloadPacket", "is_mkldnn_enabled", "linear_with_relu", "read_schema",
 ]  # fmt: skip
 
 
@@ -89,6 +89,6 @@ _has_schemas: Final[bool] = (
 )
 
 
-def schema_of(operator: Any) -> Any:
+def read_schema(operator: Any) -> Any:
     """An operator's schema: its name, its arguments, whether it writes them; None where torch does not tell."""
     return operator._schema if _has_schemas else None

@@ -57,7 +57,7 @@ def is_inductor_stream(device: int, stream: int) -> bool:
     trees = sys.modules.get(_TREES) if stream else None
     if trees is None:
         return False
-    get = _manager_of()
+    get = _find_manager()
     if get is None:
         return True
     manager = get(device, create_if_none_exists=False)
@@ -68,7 +68,7 @@ def is_inductor_stream(device: int, stream: int) -> bool:
 
 
 @functools.cache
-def _manager_of() -> Callable[..., Any] | None:
+def _find_manager() -> Callable[..., Any] | None:
     found: Callable[..., Any] | None = find(f"{_TREES}.get_manager", without="keeps nothing of calls on streams of their own")
     return found
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 __all__ = [
     "OLDEST_GXX", "PYTHONS", "RELEASES", "SUPPORTED", "TESTED", "Release", "describe_capability", "describe_gxx", "describe_release",
-    "describe_system", "minor_of",
+    "describe_system", "parse_minor",
 ]  # fmt: skip
 
 # `tests/matrix.py` runs this file by itself, without torch: nothing of foci is imported here.
@@ -43,7 +43,7 @@ OLDEST_GXX: Final = 12
 """The oldest g++ that builds the kernels of the backend cpu."""
 
 
-def minor_of(version: str) -> tuple[int, int]:
+def parse_minor(version: str) -> tuple[int, int]:
     """The first two numbers of a version: (2, 13) of "2.13.0+cpu". Raises ValueError for what is no version."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
@@ -58,14 +58,14 @@ def describe_release(package: str, version: str, torch_version: str) -> str:
         torch_version: each torch was tested with one Triton.
     """
     known = {"python": list(PYTHONS), "torch": [each.torch for each in RELEASES], "triton": [each.triton for each in RELEASES]}[package]
-    same_minor = next((each for each in known if minor_of(each) == minor_of(version)), None)
+    same_minor = next((each for each in known if parse_minor(each) == parse_minor(version)), None)
     if same_minor is None:
         return f"not tested: {known[0]} to {known[-1]} were"
     if package == "python":
         return PYTHONS[same_minor]
     if package == "triton":
-        required = [each.triton for each in RELEASES if minor_of(each.torch) == minor_of(torch_version)]
-        if required and minor_of(required[0]) != minor_of(version):
+        required = [each.triton for each in RELEASES if parse_minor(each.torch) == parse_minor(torch_version)]
+        if required and parse_minor(required[0]) != parse_minor(version):
             return f"not tested with torch {torch_version}: {required[0]} was"
     return TESTED
 

@@ -23,8 +23,8 @@ __all__ = [
     "Bottom",
     "KernelSource",
     "async_compile_mode",
-    "bottom_of",
     "cached_files",
+    "find_bottom",
     "keep_files",
     "kernel_source",
     "release",
@@ -76,7 +76,7 @@ class Bottom(NamedTuple):
     """Whether the kernel's arguments come as one tuple."""
 
 
-def bottom_of(compiled: Any) -> Bottom | None:
+def find_bottom(compiled: Any) -> Bottom | None:
     """The bottom of a compiled kernel's launcher; None where that does not look as in a known release, or needs scratch memory."""
     launcher = compiled.run
     run: Any = getattr(launcher, "launch", None)
@@ -154,17 +154,17 @@ def kernel_source(cache_key: str, inputs: Mapping[str, Any]) -> KernelSource | N
 
 def cached_files(source: KernelSource) -> dict[str, str]:
     """Paths of a kernel's files in Triton's cache on disk, by file name; none where it is not there."""
-    found: dict[str, str] = _cache_of(source).get_group(_metadata_name(source)) or {}
+    found: dict[str, str] = _find_cache(source).get_group(_metadata_name(source)) or {}
     return found if _metadata_name(source) in found else {}
 
 
 def keep_files(source: KernelSource, files: Mapping[str, bytes]) -> None:
     """Put a kernel's files into Triton's cache on disk, the way Triton does."""
-    cache = _cache_of(source)
+    cache = _find_cache(source)
     cache.put_group(_metadata_name(source), {name: cache.put(content, name) for name, content in files.items()})
 
 
-def _cache_of(source: KernelSource) -> Any:
+def _find_cache(source: KernelSource) -> Any:
     from triton.runtime.cache import get_cache_manager
 
     return get_cache_manager(hashlib.sha256(source.cache_key.encode()).hexdigest())

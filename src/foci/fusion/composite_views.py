@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from foci.compat.aten import OpOverload, OpOverloadPacket, schema_of
+from foci.compat.aten import OpOverload, OpOverloadPacket, read_schema
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
 from foci.fusion.fx_utils import as_call, example_value, is_tensor
@@ -46,7 +46,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _gives_a_view(overload: Any) -> bool:
-    schema = schema_of(overload)
+    schema = read_schema(overload)
     if schema is None:
         return False
     aliases = [value.alias_info for value in (*schema.arguments[:1], *schema.returns)]

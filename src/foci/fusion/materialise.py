@@ -26,7 +26,7 @@ from foci.ir import expr as ir
 from foci.ir.expr import DType, Expr
 from foci.ir.rewrite import substitute
 from foci.ir.simplify import simplify
-from foci.planner import seconds_per_score, target_of
+from foci.planner import find_target, seconds_per_score
 from foci.problem import Target
 
 __all__ = ["Choice", "Materialise", "estimate_prices"]
@@ -128,7 +128,7 @@ def estimate_prices(
     if device.type not in PRICED:
         return None
     scores = math.prod(float(size_hint(d.size)) for digits in groups.values() for d in digits)
-    return Materialise(target_of(device), scores, coordinates(groups, number), needs_backward)
+    return Materialise(find_target(device), scores, coordinates(groups, number), needs_backward)
 
 
 def _tensor(node: fx.Node) -> Tensor:

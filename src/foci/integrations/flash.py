@@ -24,7 +24,7 @@ from foci.core import PlannedCall, find_call
 from foci.environment import allowed_backends
 from foci.execution import as_written
 from foci.functional import varlen_attn
-from foci.operator import as_batch, backward_now, optional_tensors, outline_of
+from foci.operator import as_batch, backward_now, find_outline, optional_tensors
 from foci.prepare import Extras, describe, prepare
 from foci.problem import Outputs
 from foci.variant import Mask
@@ -344,7 +344,7 @@ def _plan_backward(tensors: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ex
     query, key, value = tensors
     formula, operands = prepare((as_batch(query), as_batch(key), as_batch(value)) if packed else tensors, None, function, extras)
     every, needs = (*tensors, *operands.captures), (True, True, True, (False,) * len(operands.captures))
-    return PlannedCall(outline_of(formula, operands, every, needs, allowed, packed=packed), every, optional_tensors(operands))
+    return PlannedCall(find_outline(formula, operands, every, needs, allowed, packed=packed), every, optional_tensors(operands))
 
 
 @contextlib.contextmanager

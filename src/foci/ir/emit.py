@@ -157,12 +157,12 @@ class _Emitter:
         stack = [root]
         while stack:
             e = stack[-1]
-            own = self._frames_of(e, frames)
+            own = self._find_frames(e, frames)
             if e in own[-1].names:
                 stack.pop()
                 continue
             operands = e.args[1:] if e.op == "reduce" else e.args
-            missing = [arg for arg in operands if arg not in self._frames_of(arg, own)[-1].names]
+            missing = [arg for arg in operands if arg not in self._find_frames(arg, own)[-1].names]
             if missing:
                 stack.extend(reversed(missing))
                 continue
@@ -170,7 +170,7 @@ class _Emitter:
             stack.pop()
         return self._read(root, frames)
 
-    def _frames_of(self, e: Expr, frames: tuple[_Frame, ...]) -> tuple[_Frame, ...]:
+    def _find_frames(self, e: Expr, frames: tuple[_Frame, ...]) -> tuple[_Frame, ...]:
         """The frames down to the one that `e` belongs to: the innermost whose axis it reads."""
         for i in range(len(frames) - 1, 0, -1) if e.free else ():
             if frames[i].level in e.free:
@@ -178,7 +178,7 @@ class _Emitter:
         return frames[:1]
 
     def _read(self, e: Expr, frames: tuple[_Frame, ...]) -> str:
-        own = self._frames_of(e, frames)
+        own = self._find_frames(e, frames)
         text = own[-1].names[e][0]
         loops = len(frames) - len(own)
         return self.spelling.outer(e, text, loops) if loops else text
@@ -200,7 +200,7 @@ class _Emitter:
         else:
             op = spelling.ops[e.op]
             text = op.format(*operands) if isinstance(op, str) else op(e, operands)
-        depth = 1 + max((self._frames_of(arg, frames)[-1].names[arg][1] for arg in e.args), default=0)
+        depth = 1 + max((self._find_frames(arg, frames)[-1].names[arg][1] for arg in e.args), default=0)
         if self.uses.get(e, 0) <= 1 and depth <= spelling.inline_depth:
             frame.names[e] = (text, depth)
             return

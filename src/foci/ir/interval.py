@@ -56,7 +56,7 @@ def bounds(expr: Expr, grid: Grid) -> Range:
         >>> causal.lo.tolist(), causal.hi.tolist()
         ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]])
     """
-    return _Analysis(grid, expr).range_of(expr, (_Frame(None),))
+    return _Analysis(grid, expr).find_range(expr, (_Frame(None),))
 
 
 _UNROLLED: Final = 64  # longest reduction that is followed index by index
@@ -110,17 +110,17 @@ class _Analysis:
         example = next(iter(grid.ranges.values()), None)
         self.device = torch.device("cpu") if example is None else example.lo.device
 
-    def range_of(self, root: Expr, frames: _Frames) -> Range:
+    def find_range(self, root: Expr, frames: _Frames) -> Range:
         """The range of an expression, its operands first, each once."""
         stack = [root]
         while stack:
             e = stack[-1]
-            own_frames = self._frames_of(e, frames)
+            own_frames = self._find_frames(e, frames)
             if e in own_frames[-1].known:
                 stack.pop()
                 continue
             operands = e.args[1:] if e.op == "reduce" else e.args
-            missing = [arg for arg in operands if arg not in self._frames_of(arg, own_frames)[-1].known]
+            missing = [arg for arg in operands if arg not in self._find_frames(arg, own_frames)[-1].known]
             if missing:
                 # the deepest first, so that little is held meanwhile
                 stack.extend(sorted(missing, key=self.depth.__getitem__))
@@ -129,14 +129,14 @@ class _Analysis:
             stack.pop()
         return self._read(root, frames)
 
-    def _frames_of(self, e: Expr, frames: _Frames) -> _Frames:
+    def _find_frames(self, e: Expr, frames: _Frames) -> _Frames:
         for i in range(len(frames) - 1, 0, -1):
             if frames[i].level in e.free:
                 return frames[: i + 1]
         return frames[:1]
 
     def _read(self, e: Expr, frames: _Frames) -> Range:
-        known = self._frames_of(e, frames)[-1].known
+        known = self._find_frames(e, frames)[-1].known
         self.uses[e] -= 1
         return known[e] if self.uses[e] else known.pop(e)
 
@@ -238,7 +238,7 @@ class _Analysis:
         for e in body.walk():
             if e.op == "axis" and e.value == frame.level:
                 frame.known[e] = index
-        return self.range_of(body, frames)
+        return self.find_range(body, frames)
 
 
 # Rules -------------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def _to_integer(f: Callable[[float], int]) -> Callable[[float], float]:
     return lambda x: math.copysign(f(x), x)  # -0.5 rounds to -0.0
 
 
-def _first_of(less: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
+def _choose_first(less: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
     return lambda a, b: a if a != a or less(a, b) else b  # nan wins, as in torch
 
 
@@ -366,9 +366,9 @@ OPS: Final[dict[str, Op]] = {
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("floordiv", a, b)), arity=2, decomposed=_mod),
         _row("fmod", _A, _fold_fmod, ranges.fmod,
              lambda y, a, b: const(1.0), lambda y, a, b: apply("neg", apply("trunc", apply("div", a, b))), arity=2, decomposed=_fmod),
-        _row("min", _A, _first_of(operator.lt), ranges.minimum,
+        _row("min", _A, _choose_first(operator.lt), ranges.minimum,
              lambda y, a, b: _chosen(a, b), lambda y, a, b: _chosen(b, a), arity=2, decomposed=_min),
-        _row("max", _A, _first_of(operator.gt), ranges.maximum,
+        _row("max", _A, _choose_first(operator.gt), ranges.maximum,
              lambda y, a, b: _chosen(b, a), lambda y, a, b: _chosen(a, b), arity=2, decomposed=_max),
         _row("floor", _F, _to_integer(math.floor), _inc(torch.floor)),
         _row("ceil", _F, _to_integer(math.ceil), _inc(torch.ceil), decomposed=lambda a: apply("neg", apply("floor", apply("neg", a)))),

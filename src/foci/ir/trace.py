@@ -24,7 +24,7 @@ from foci.ir.expr import DType, Expr
 from foci.ir.narrow import is_narrow
 from foci.ir.ops import as_expr, cast
 from foci.ir.random_calls import draws_random_numbers
-from foci.ir.user_lines import PYTHON_ERRORS, complaint, location_of
+from foci.ir.user_lines import PYTHON_ERRORS, complaint, find_location
 
 __all__ = [
     "CONSTRUCTORS",
@@ -348,7 +348,7 @@ class Tracer:
                 raise
             for said, what, instead in PYTHON_ERRORS:
                 if said in str(error):
-                    raise TraceError(complaint(what, instead, location_of(error.__traceback__))) from error
+                    raise TraceError(complaint(what, instead, find_location(error.__traceback__))) from error
             if _takes(function, len(variables)):
                 raise
             kind = "score" if variables[0] == "score" else "mask"

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["PYTHON_ERRORS", "Location", "complaint", "location_of", "user_frame"]
+__all__ = ["PYTHON_ERRORS", "Location", "complaint", "find_location", "user_frame"]
 
 PYTHON_ERRORS: Final = (
     ("does not support ufuncs", "a function of NumPy", "use the function of torch of that name"),
@@ -51,7 +51,7 @@ def user_frame() -> FrameType | None:
     return frame
 
 
-def location_of(traceback: TracebackType | None) -> Location | None:
+def find_location(traceback: TracebackType | None) -> Location | None:
     """The innermost line of a traceback outside of foci, torch, NumPy and the standard library."""
     found, skipped = None, _skipped()
     while traceback is not None:

@@ -15,11 +15,11 @@ from foci.nn import masking, torchscript
 from foci.nn.attention_inputs import (
     Projected,
     are_same_sequences,
+    as_pair,
     cut_mask,
-    hidden_of,
+    mark_padding,
     of_sequences,
-    packing_of,
-    pair_of,
+    read_packing,
     unsqueezed,
     within_mask,
 )
@@ -153,7 +153,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if return_aux is not None:
                 return self._with_statistics(inputs, padding, attn_mask, is_causal=is_causal, asked=return_aux)[:2]
             if need_weights:
-                return self._weighed(inputs, pair_of(padding), attn_mask, average=average, is_causal=is_causal)
+                return self._weighed(inputs, as_pair(padding), attn_mask, average=average, is_causal=is_causal)
             return self._packed(inputs, padding, attn_mask, is_causal=is_causal), None
         if query.is_nested or key.is_nested or value.is_nested:
             if isinstance(cache, LayerCache):
@@ -381,7 +381,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool
     ) -> tuple[Projected, Functions, Extras]:  # fmt: skip
         """Return what `run_packed` is given for tokens."""
-        query, key = within_mask(pair_of(padding), attn_mask, is_causal=is_causal)
+        query, key = within_mask(as_pair(padding), attn_mask, is_causal=is_causal)
         if not inputs[0].dim() == inputs[1].dim() == inputs[2].dim() == 2:
             got = ", ".join(str(t.dim()) for t in inputs)
             raise ValueError(f"query, key and value beside a Packing must be tokens [tokens, features]; got {got} dimensions")
@@ -433,8 +433,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if padding is not None:
             raise ValueError("nested inputs take no key_padding_mask: their offsets say where each sequence ends")
         query, key, value = inputs
-        query_packing = packing_of(query, batch_first=self.batch_first)
-        key_packing = query_packing if are_same_sequences(query, key) else packing_of(key, batch_first=self.batch_first)
+        query_packing = read_packing(query, batch_first=self.batch_first)
+        key_packing = query_packing if are_same_sequences(query, key) else read_packing(key, batch_first=self.batch_first)
         if value is not key:
             check_same_sequences(key, value, key_packing)
         q = query_packing.pack(query)
@@ -457,7 +457,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         query, key = packings = within_mask(packings, attn_mask, is_causal=is_causal)
         padded = (packing.spread(t) for t, packing in zip(tokens, (query, key, key), strict=True))
         q, k, v = (t if self.batch_first else t.transpose(0, 1) for t in padded)
-        hidden, blocked = (hidden_of(packing, t) for packing, t in zip(packings, tokens, strict=False))
+        hidden, blocked = (mark_padding(packing, t) for packing, t in zip(packings, tokens, strict=False))
         if key.bias is not None:
             blocked = key.spread(key.bias).masked_fill(blocked, -torch.inf)
         attn_mask = None if attn_mask is None else cut_mask(attn_mask, query, key)

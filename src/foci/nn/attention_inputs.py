@@ -12,11 +12,11 @@ from foci.nn.packing import Packing, Pair, pack_nested, pack_whole
 __all__ = [
     "Projected",
     "are_same_sequences",
+    "as_pair",
     "cut_mask",
-    "hidden_of",
+    "mark_padding",
     "of_sequences",
-    "packing_of",
-    "pair_of",
+    "read_packing",
     "unsqueezed",
     "within_mask",
 ]
@@ -32,7 +32,7 @@ def unsqueezed(inputs: Projected, dim: int) -> Projected:
     return q, k, k if value is key else value.unsqueeze(dim)
 
 
-def packing_of(tensor: Tensor, *, batch_first: bool) -> Packing:
+def read_packing(tensor: Tensor, *, batch_first: bool) -> Packing:
     return pack_nested(tensor) if tensor.is_nested else pack_whole(tensor, batch_first=batch_first)
 
 
@@ -45,7 +45,7 @@ def of_sequences(rows: Tensor | None, offsets: Tensor, packing: Packing) -> Tens
     return torch.nested.nested_tensor_from_jagged(rows.T, offsets=offsets).transpose(1, 2)
 
 
-def pair_of(padding: Packing | Pair) -> Pair:
+def as_pair(padding: Packing | Pair) -> Pair:
     return padding if isinstance(padding, Pair) else Pair(padding, padding)
 
 
@@ -64,7 +64,7 @@ def cut_mask(attn_mask: Tensor, query: Packing, key: Packing) -> Tensor:
     return attn_mask if key.nested is None else attn_mask[..., : key.shape[1]]
 
 
-def hidden_of(packing: Packing, tokens: Tensor) -> Tensor:
+def mark_padding(packing: Packing, tokens: Tensor) -> Tensor:
     """bool [B, S], where no token is."""
     return ~packing.spread(torch.ones(tokens.shape[0], dtype=torch.bool, device=tokens.device))
 

@@ -44,11 +44,11 @@ __all__ = [
     "backward_now",
     "bind_backward",
     "bind_forward",
+    "find_outline",
     "forward_now",
     "is_plain_eager",
     "make_outline",
     "optional_tensors",
-    "outline_of",
     "packed_rows",
 ]
 
@@ -70,11 +70,11 @@ def attend(formula: Formula, operands: Operands, allowed: Allowed) -> Results:
         return unpack_results(formula, Transformed.apply(call, *call.tensors()))  # type: ignore[no-untyped-call]
     if not is_plain_eager(tensors):
         return unpack_results(formula, torch.ops.foci.attention(*flatten(formula, operands, allowed)))
-    outline = outline_of(formula, operands, tensors, find_needs(tensors), allowed)
+    outline = find_outline(formula, operands, tensors, find_needs(tensors), allowed)
     return attend_outlined(outline, tensors, optional_tensors(operands))
 
 
-def outline_of(
+def find_outline(
     formula: Formula, operands: Operands, tensors: Sequence[Tensor], needs: Needs, allowed: Allowed, *, packed: bool = False
 ) -> Outline:
     """The operands without their tensors, from the cache or planned now, for a call that is prepared each time.

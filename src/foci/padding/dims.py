@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
-from foci.compat.aten import TO_COPY, UNSAFE_VIEW, OpOverload, schema_of
+from foci.compat.aten import TO_COPY, UNSAFE_VIEW, OpOverload, read_schema
 from foci.padding.reading import fake_value
 from foci.padding.strides import known
 
@@ -82,7 +82,7 @@ def dim_relations(node: fx.Node) -> Relations | None:
 
 
 def _is_mutable(operator: Any) -> bool:
-    schema = schema_of(operator)
+    schema = read_schema(operator)
     return schema is None or bool(schema.is_mutable)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from foci import backends
 from foci.backends.contract import Plan
-from foci.planner import target_of
+from foci.planner import find_target
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 from foci.trace_functions import bind
 
@@ -50,7 +50,7 @@ def posed(
 
 def kernel_of(name, asked):
     """A backend's kernel for a problem, with a backward of its own, ahead or not."""
-    plan = Plan(name, asked, target_of(torch.device("cuda")))
+    plan = Plan(name, asked, find_target(torch.device("cuda")))
     if name == "hopper":
         from foci.backends.hopper.kernel import build_kernel
 

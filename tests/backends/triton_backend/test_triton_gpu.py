@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=torch.bfloat16):
     from foci.backends.triton import BACKEND
-    from foci.planner import target_of
+    from foci.planner import find_target
 
     b, h, s, d = shape
     device = torch.device("cuda")
@@ -30,7 +30,7 @@ def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=tor
     operands = Operands(q, k, v, bound.captures, bound.ints, bound.floats, 1 / math.sqrt(d))
     formula = Formula(bound.variant, outputs=Outputs(lse=True))
     problem = Problem(formula, dtype, d, d, h, h, bucket(b), bucket(s), bucket(s), True, True, True, tuple(False for _ in bound.captures))
-    target = target_of(device)
+    target = find_target(device)
     assert BACKEND.reject(problem, target) is None
     return BACKEND.build(Plan("triton", problem, target)), operands
 

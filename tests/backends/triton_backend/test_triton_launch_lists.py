@@ -294,7 +294,7 @@ def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
 def test_the_stream_of_inductors_graphs(monkeypatch, stream, of_graphs):
     managers = [types.SimpleNamespace(stream=types.SimpleNamespace(cuda_stream=7))]
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", types.ModuleType("cudagraph_trees"))
-    monkeypatch.setattr(cuda, "_manager_of", lambda: lambda device, create_if_none_exists: managers[-1])
+    monkeypatch.setattr(cuda, "_find_manager", lambda: lambda device, create_if_none_exists: managers[-1])
     assert cuda.is_inductor_stream(0, stream) == of_graphs
     managers.append(None)
     assert not cuda.is_inductor_stream(0, stream)

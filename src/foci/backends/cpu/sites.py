@@ -168,18 +168,18 @@ def partition(
     wanted = {site.slot for site in sites}
     owned = {slot: _owned_axes(sites, slot, captures[slot].shape, sizes[0], numbers) for slot in wanted}
 
-    def copies_of(slot: int, parts: Sequence[int]) -> tuple[int, int, int]:
+    def count_copies(slot: int, parts: Sequence[int]) -> tuple[int, int, int]:
         b, h, s = (1 if own else n for own, n in zip(owned[slot], parts, strict=True))
         return b, h, s
 
-    def size_of(parts: Sequence[int]) -> int:
-        return sum(4 * captures[slot].numel() * math.prod(copies_of(slot, parts)) for slot in wanted)
+    def count_bytes(parts: Sequence[int]) -> int:
+        return sum(4 * captures[slot].numel() * math.prod(count_copies(slot, parts)) for slot in wanted)
 
     parts = sizes
-    while size_of(parts) > _SMALL:
+    while count_bytes(parts) > _SMALL:
         halved = [tuple(-(-n // 2) if i == axis else n for i, n in enumerate(parts)) for axis in range(3)]
-        b, h, s = min(halved, key=size_of)
-        if size_of((b, h, s)) == size_of(parts) or (b * h * s < _LEAST_GROUPS and size_of(parts) <= _BUDGET):
+        b, h, s = min(halved, key=count_bytes)
+        if count_bytes((b, h, s)) == count_bytes(parts) or (b * h * s < _LEAST_GROUPS and count_bytes(parts) <= _BUDGET):
             break
         parts = b, h, s
-    return Partition(parts, tuple(copies_of(slot, parts) if slot in wanted else (1, 1, 1) for slot in range(len(captures))))
+    return Partition(parts, tuple(count_copies(slot, parts) if slot in wanted else (1, 1, 1) for slot in range(len(captures))))

@@ -78,7 +78,7 @@ def _surroundings(tensor: Tensor, offsets: Offsets | None) -> _Surroundings | No
     return _Surroundings(device, stream, tuple(ends.values()))
 
 
-def _parts_of(rows: Tensor, inputs: Inputs) -> tuple[int, int, int] | None:
+def _find_parts(rows: Tensor, inputs: Inputs) -> tuple[int, int, int] | None:
     """Byte offsets of query, key and value in the rows; None if they are not inside the first row, at multiples of 16 bytes."""
     start, size = rows.data_ptr(), rows.shape[1] * rows.element_size()
     query, key, value = [-1 if t is None else t.data_ptr() - start for t in inputs[:3]]
@@ -135,7 +135,7 @@ def bind_forward(
 ) -> ForwardOfRows | None:
     """Bind a forward launch list, built for views of rows [T, E], to any such rows. None if it depends on more than addresses, or its
     results are not contiguous. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
-    kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _parts_of(rows, inputs)
+    kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _find_parts(rows, inputs)
     if kind is None or around is None or parts is None or not _knows_results(found):
         return None
     results: _Results = found.sized.makes_rows
@@ -154,11 +154,11 @@ def _moved(found: LaunchList, around: _Surroundings, offsets: Tensor, tokens: in
 def _knows_results(found: LaunchList) -> bool:
     sized = found.sized
     if sized.makes_rows is None:
-        sized.makes_rows = _results_of(sized) or False
+        sized.makes_rows = _find_results(sized) or False
     return sized.makes_rows is not False
 
 
-def _results_of(found: Sized) -> _Results | None:
+def _find_results(found: Sized) -> _Results | None:
     made = found.news
     if found.joint is not None or len(made) != 2 or not found.takes_places:
         return None
@@ -214,7 +214,7 @@ def bind_backward(
 ) -> BackwardOfRows | None:
     """Bind a backward launch list, as `bind_forward`. `given`: out [T, Hq, Dv], lse, and the gradient of out; the bound launch takes out
     and its gradient as [T, Hq * Dv]."""
-    kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _parts_of(rows, inputs)
+    kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _find_parts(rows, inputs)
     of_rows, of_out, of_lse, of_dout = kinds
     if of_rows is None or of_out is None or of_lse is None or of_dout is None:
         return None
@@ -226,11 +226,11 @@ def bind_backward(
 def _knows_steps(found: LaunchList, rows: Tensor) -> bool:
     sized = found.sized
     if sized.makes_rows is None:
-        sized.makes_rows = _steps_of(sized, rows) or False
+        sized.makes_rows = _find_steps(sized, rows) or False
     return sized.makes_rows is not False
 
 
-def _steps_of(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
+def _find_steps(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
     """Byte offsets of dq, dk and dv in rows like these; None unless they are side by side and fill the rows."""
     parts, width = found.joint, rows.shape[1]
     if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or found.news or not found.takes_places:

@@ -34,7 +34,7 @@ from foci.backends.gpu.launch_list import (
 from foci.backends.gpu.stream_state import tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
-from foci.compat.triton import bottom_of
+from foci.compat.triton import find_bottom
 
 __all__ = ["LaunchBuilder", "plain_arguments"]
 
@@ -61,7 +61,7 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | 
     """Make a launch that calls the C function under Triton's launcher; None if this release's is unknown. A tensor descriptor becomes
     what that function takes: a TMA descriptor, lengths and strides.
     """
-    bottom = bottom_of(compiled)
+    bottom = find_bottom(compiled)
     if bottom is None or len(bottom.metadata) != len(noted.tiles) or None in bottom.metadata:
         return None
     values: list[Any] = []
@@ -163,7 +163,7 @@ class LaunchBuilder:
             queue.append(launch)
 
     def _add(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...], between: bool) -> None:
-        made = None if self._launches is None else self._made_of(launch, grid, args)
+        made = None if self._launches is None else self._make_repeatable(launch, grid, args)
         if self._launches is None or made is None:
             self._launch_pending()
             compile_and_launch(*launch)
@@ -171,7 +171,7 @@ class LaunchBuilder:
         self._pending.append(launch)
         self._launches.append(made._replace(between=between))
 
-    def _made_of(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
+    def _make_repeatable(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
         """The launch as it is repeated: the compiled kernel, with places for tensors and `Count`s among grid and arguments. None if it
         cannot be."""
         compiled = compile_and_load(*launch)

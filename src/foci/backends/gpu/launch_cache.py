@@ -123,7 +123,7 @@ class RepeatablePasses:
         if not _are_aligned(addresses):
             return given, None, []
         sequences = sequences_at(query, optional.offsets, stream)
-        known = (self, program, stream, _strides_of(tensors, given), read)
+        known = (self, program, stream, _read_strides(tensors, given), read)
         return given, find_pass(known, sequences, _count(program, query, key), tensors[3:]), addresses
 
     def pass_key(self, operands: Operands, given: Given | None = None) -> Key | None:
@@ -143,7 +143,7 @@ class RepeatablePasses:
         # a tensor in two places of a launch list would stand for both
         if not _are_aligned(tensor_addresses(every)) or len({*map(id, every)}) < len(every) - 3 + len({*map(id, tensors[:3])}):
             return None
-        return self, program, stream, () if given is None else _strides_of(tensors, given, packed=program.packed), read
+        return self, program, stream, () if given is None else _read_strides(tensors, given, packed=program.packed), read
 
     def keep(self, key: Key, operands: Operands, sequences: Sequences, built: LaunchList, count: int) -> None:
         """Keep the launch list of a pass, which returns the first `count` of the tensors that it allocates."""
@@ -170,7 +170,7 @@ def _count(program: Program, query: Tensor, key: Tensor) -> Tokens:
     return (query.shape[0], key.shape[0]) if program.packed else (query.shape[2], key.shape[2])
 
 
-def _strides_of(tensors: Inputs, given: Given, *, packed: bool = False) -> Key:
+def _read_strides(tensors: Inputs, given: Given, *, packed: bool = False) -> Key:
     """Strides of a backward pass's arguments. `packed`: tensors are [1, H, T, D]; return the strides of [T, H, D]."""
     found = [None if t is None else t.stride() for t in (given.out, given.dout, *tensors)]
     if packed:

@@ -298,7 +298,7 @@ class _Way(NamedTuple):
         makers = given.makers()
         return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers), between)
 
-    def makers_of(self, tokens: Tokens) -> list[Any]:
+    def find_makers(self, tokens: Tokens) -> list[Any]:
         return [made.bound(tokens) for made in self.makers] if self.varies else self.makers
 
 
@@ -329,7 +329,7 @@ class Sized:
         self.parts = None if self.joint is None else self.joint.maker()
         self.makes = [make(tokens) for make in template.makers]
         self.scratch = None if template.scratch is None else template.scratch.at(tokens)
-        self.makers = [way.makers_of(tokens) for way in template.ways()]
+        self.makers = [way.find_makers(tokens) for way in template.ways()]
         self.makes_rows: Any = None
 
     @property

@@ -22,7 +22,7 @@ from foci.backends.gpu.compiling import Waiting, compile_in_parallel, launch_ahe
 from foci.backends.gpu.stream_state import allocator_on, has_launch_hooks
 from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.compat.cuda import current_device, is_capturing, raw_stream
-from foci.compat.triton import COMPILE_OPTIONS, bottom_of
+from foci.compat.triton import COMPILE_OPTIONS, find_bottom
 
 __all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
 
@@ -106,7 +106,7 @@ class _Kernel:
 def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...], bool, Any]:
     """(launcher, its arguments between the stream and the kernel's, whether it takes the kernel's as one tuple, the kernel, to keep it
     loaded)."""
-    bottom = bottom_of(compiled)
+    bottom = find_bottom(compiled)
     if bottom is None or bottom.metadata:
         return compiled.run, (compiled.function, compiled.packed_metadata, *_UNWATCHED), False, compiled
     return bottom.run, (compiled.function, *bottom.settings), bottom.are_packed, compiled

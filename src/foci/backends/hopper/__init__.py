@@ -43,7 +43,7 @@ class HopperBackend(Backend):
             return "needs to know the release of Triton, as its kernels were tested with some; the target does not say it"
         if problem.needs_backward and (reason := portable.reject(problem, target)) is not None:
             return f"needs the triton backend's gradients, but triton {reason}"
-        return self._reject_problem(problem) or self_check.failure_of(self.name, problem, target)
+        return self._reject_problem(problem) or self_check.find_failure(self.name, problem, target)
 
     def _reject_problem(self, problem: Problem) -> str | None:
         outputs, formula = problem.formula.outputs, problem.formula
@@ -74,11 +74,11 @@ class HopperBackend(Backend):
         alternatives = " or ".join(one.name for one in alternative_schedules(problem) if one.name != schedule.name)
         unless = f"; {alternatives} instead when the actual lengths need fewer waves" if alternatives else ""
         how = f"{schedule.name}, {schedule.why}{unless}{_describe_widths(problem, widths)}"
-        text = f"{self_check.note_of(target)}{how}; forward {_compare_rates('measured', rates.forward)}"
+        text = f"{self_check.describe_check(target)}{how}; forward {_compare_rates('measured', rates.forward)}"
         if not problem.needs_backward:
             return text
         if takes_split(problem, target):
-            text = f"{self_check.note_of(target)}short queries: the forward runs the triton split-KV kernel"
+            text = f"{self_check.describe_check(target)}short queries: the forward runs the triton split-KV kernel"
         is_ahead = rates.backward.is_ahead
         widths = padded_widths(problem) if is_ahead else (padded_dim(problem.head_dim), padded_dim(problem.value_dim))
         delegated = "" if is_ahead else ", so taken from triton"

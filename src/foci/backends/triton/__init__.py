@@ -22,7 +22,7 @@ class TritonBackend(Backend):
 
     def reject(self, problem: Problem, target: Target, /) -> str | None:
         """Why not, or None."""
-        return portable.reject(problem, target) or self_check.failure_of(self.name, problem, target)
+        return portable.reject(problem, target) or self_check.find_failure(self.name, problem, target)
 
     def note(self, problem: Problem, target: Target, /) -> str:
         """Whose schedules the kernels take, and whether keys are split."""
@@ -32,7 +32,7 @@ class TritonBackend(Backend):
             else ""
         )
         foreign = describe_schedules(target.arch) if target.device == "cuda" else ""
-        return "; ".join(part for part in (self_check.note_of(target).removesuffix("; "), foreign, split) if part)
+        return "; ".join(part for part in (self_check.describe_check(target).removesuffix("; "), foreign, split) if part)
 
     def cost(self, problem: Problem, target: Target, /) -> float:
         """See `portable.estimate_cost`."""

@@ -72,7 +72,7 @@ def measure_beside(cases: Sequence[Case], square: Sizes, request: Request, jobs:
         for worker in dict.fromkeys(workers.values()):
             worker.answer()
         for case in cases:
-            found = workers[case.name].lines_of(case.name)
+            found = workers[case.name].read_lines(case.name)
             yield [Line(*describe_case(case, square, request), "foci", error=found)] if isinstance(found, str) else found
     finally:
         for worker in dict.fromkeys(workers.values()):
@@ -93,7 +93,7 @@ class _Worker:
             return found
         return None
 
-    def lines_of(self, name: str) -> list[Line] | str:
+    def read_lines(self, name: str) -> list[Line] | str:
         """Lines of a case of its own, or why there are none."""
         with contextlib.suppress(OSError):
             self.line.send(name)
