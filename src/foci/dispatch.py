@@ -103,10 +103,12 @@ class PackedCall(NamedTuple):
     passes: Passes
 
     @staticmethod
-    def of(tensors: Tensors, score: Function, mask: Function, extras: Extras, *, learns: bool, whole: bool = False) -> PackedCall | None:
-        """The call, with gradients of query, key and value if it `learns`, else of what requires them; None where there is something to
+    def of(
+        tensors: Tensors, score: Function, mask: Function, extras: Extras, *, needs_grad: bool, whole: bool = False
+    ) -> PackedCall | None:
+        """The call, with gradients of query, key and value if `needs_grad`, else of what requires them; None where there is something to
         work out each time. `whole`: each row is a token of a sequence."""
-        found = find_call(tensors, score, mask, extras, allowed_for(extras), packed=True, needs_all=learns)
+        found = find_call(tensors, score, mask, extras, allowed_for(extras), packed=True, needs_all=needs_grad)
         return None if found is None else PackedCall(found.outline, found.tensors[3:], found.optional, Passes(whole=whole))
 
     def moved(self, offsets: Tensor) -> PackedCall:

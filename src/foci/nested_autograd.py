@@ -42,7 +42,7 @@ def attend_nested_now(tensors: tuple[Any, Any, Any], score: Function, mask: Func
     if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
         return _nested(run_packed(_rows(tensors), score, mask, where).out, query)
     with torch.no_grad():
-        call = PackedCall.of(_rows(tensors), score, mask, where, learns=True)
+        call = PackedCall.of(_rows(tensors), score, mask, where, needs_grad=True)
     out: Tensor | None = None if call is None else _apply(call, *tensors)
     return out
 

@@ -69,7 +69,7 @@ class Drawn:
     scale: float | None
     apart: bool
     backend: str
-    learns: frozenset[str]
+    needs_grad: frozenset[str]
     again: bool
 
 
@@ -99,7 +99,7 @@ def drawn(draw):
         scale=draw(st.sampled_from([None, 0.3, -0.5])),
         apart=draw(st.booleans()),
         backend=draw(st.sampled_from(["blocked", "reference", "cpu"])),
-        learns=frozenset(draw(st.sets(st.sampled_from(["query", "key", "value", "captured", "sink"]), min_size=1))),
+        needs_grad=frozenset(draw(st.sets(st.sampled_from(["query", "key", "value", "captured", "sink"]), min_size=1))),
         again=draw(st.booleans()),
     )
 
@@ -228,11 +228,11 @@ def test_combined_features_are_the_formula(case):
 
     labels = ["query", "key", "value", *names, *([] if sink is None else ["sink"])]
     drawn_tensors = [*tensors, *(captured[name] for name in names), *([] if sink is None else [sink])]
-    learns = ["captured" if name in names else name for name in labels]
+    needs_grad = ["captured" if name in names else name for name in labels]
 
     def functions(cast):
         """Leaves, and what reads them: query, key and value, the score function, the sink."""
-        leaves = [cast(t).clone().requires_grad_(name in case.learns) for t, name in zip(drawn_tensors, learns, strict=True)]
+        leaves = [cast(t).clone().requires_grad_(name in case.needs_grad) for t, name in zip(drawn_tensors, needs_grad, strict=True)]
         score = None if make is None else make(dict(zip(names, leaves[3:], strict=False)))
         return leaves, score, None if sink is None else leaves[-1]
 

@@ -107,12 +107,12 @@ def test_gradients_lie_as_the_tensors_do(heads_in_rows):
 
 def test_a_gradient_laid_out_otherwise_is_copied():
     tensor = torch.randn(2, 3, 4, 5)
-    moved = op_impl._lying(tensor, (60, 5, 15, 1))
+    moved = op_impl._with_strides(tensor, (60, 5, 15, 1))
     assert moved.stride() == (60, 5, 15, 1)
     assert torch.equal(moved, tensor)
-    assert op_impl._lying(tensor, tensor.stride()) is tensor
+    assert op_impl._with_strides(tensor, tensor.stride()) is tensor
     one = torch.randn(1, 3, 4, 5)
-    assert op_impl._lying(one, (7, 20, 5, 1)) is one  # nobody steps along one entry
+    assert op_impl._with_strides(one, (7, 20, 5, 1)) is one  # nobody steps along one entry
 
 
 def packed(*lengths):

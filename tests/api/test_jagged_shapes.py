@@ -148,14 +148,14 @@ def test_a_batch_of_nothing():
 
 # JAG-05
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("learns", [True, False])
-def test_one_query_head_beside_many_heads_of_the_same_sequences(learns, backend):
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_one_query_head_beside_many_heads_of_the_same_sequences(needs_grad, backend):
     values, keys = nested((3, 0, 5), 4, 8)
-    rows = rand(8, 1, 8, seed=3).requires_grad_(learns)
+    rows = rand(8, 1, 8, seed=3).requires_grad_(needs_grad)
     query = torch.nested.nested_tensor_from_jagged(rows, offsets=keys.offsets()).transpose(1, 2)
     whole = torch.nested.nested_tensor_from_jagged(rows.expand(-1, 4, -1), offsets=keys.offsets()).transpose(1, 2)
     with foci.use(backend):
         found, want = (unpacked(foci.attention(q, keys, keys, mask=foci.masks.causal())) for q in (query, whole))
     torch.testing.assert_close(found, want)
-    inputs = (rows, values) if learns else (values,)
+    inputs = (rows, values) if needs_grad else (values,)
     torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), inputs) for t in (found, want)))

@@ -102,8 +102,8 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
     assert seen[5:] == [False, True]
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, learns):
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, needs_grad):
     made = []
     inner = fused_encoder._read_attention
     monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: made.append(inner(*args, **more)) or made[-1])
@@ -112,7 +112,7 @@ def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, learns):
     masks = [PADDING, PADDING, turned, PADDING, fewer, turned]
 
     def run():
-        with contextlib.nullcontext() if learns else torch.no_grad():
+        with contextlib.nullcontext() if needs_grad else torch.no_grad():
             return [encoder(x, src_key_padding_mask=mask) for mask in masks]
 
     found, first = run(), len(made)

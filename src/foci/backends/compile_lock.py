@@ -55,7 +55,7 @@ def _take(descriptor: int) -> None:
             return
 
 
-_told: Final[ContextVar[bool]] = ContextVar("told", default=False)
+_has_said: Final[ContextVar[bool]] = ContextVar("told", default=False)
 
 
 @contextlib.contextmanager
@@ -65,17 +65,17 @@ def compiling(what: str) -> Iterator[None]:
     Args:
         what: such as "3 kernels for sm_90: attention_forward, combine_splits".
     """
-    if os.environ.get("FOCI_QUIET") == "1" or _told.get() or not is_waited_for():
+    if os.environ.get("FOCI_QUIET") == "1" or _has_said.get() or not is_waited_for():
         yield
         return
     timer = threading.Timer(_PATIENCE, _say, (what,))
     timer.daemon = True
     timer.start()
-    token = _told.set(True)
+    token = _has_said.set(True)
     try:
         yield
     finally:
-        _told.reset(token)
+        _has_said.reset(token)
         timer.cancel()
 
 

@@ -65,21 +65,23 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """float32 on the CPU alone: see `names_for`."""
 
 
-def _tensors(batch: int, heads: tuple[int, int], lengths: tuple[int, int], dim: int, dtype: torch.dtype, *, learns: bool) -> list[Tensor]:
+def _tensors(
+    batch: int, heads: tuple[int, int], lengths: tuple[int, int], dim: int, dtype: torch.dtype, *, needs_grad: bool
+) -> list[Tensor]:
     sizes = ((heads[0], lengths[0]), (heads[1], lengths[1]), (heads[1], lengths[1]))
-    return [torch.zeros(batch, h, s, dim, dtype=dtype).requires_grad_(learns) for h, s in sizes]
+    return [torch.zeros(batch, h, s, dim, dtype=dtype).requires_grad_(needs_grad) for h, s in sizes]
 
 
-def _run(call: Callable[[Tensor, Tensor, Tensor], Tensor], dim: int, dtype: torch.dtype, *, learns: bool, is_packed: bool) -> None:
+def _run(call: Callable[[Tensor, Tensor, Tensor], Tensor], dim: int, dtype: torch.dtype, *, needs_grad: bool, is_packed: bool) -> None:
     for batch in (1,) if is_packed else (2, 16):  # a short and a full grid may have kernels of their own
-        out = call(*_tensors(batch, (_HEADS, _HEADS), (_LENGTH, _LENGTH), dim, dtype, learns=learns))
-        if learns:
+        out = call(*_tensors(batch, (_HEADS, _HEADS), (_LENGTH, _LENGTH), dim, dtype, needs_grad=needs_grad))
+        if needs_grad:
             out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
 
 
 def _decode(dim: int, dtype: torch.dtype) -> None:
     for kv_heads in (_HEADS, 2, 1):
-        q, k, v = _tensors(4, (_HEADS, kv_heads), (1, 4096), dim, dtype, learns=False)
+        q, k, v = _tensors(4, (_HEADS, kv_heads), (1, 4096), dim, dtype, needs_grad=False)
         foci.attention(q, k, v)
         foci.attention(q, k, v, mask=masks.causal_lower_right())
 
@@ -90,10 +92,10 @@ def _all() -> dict[str, Problem]:
         for dim in _DIMS:
             end = f"D {dim} {str(dtype).removeprefix('torch.')}"
             for kind, call in _KINDS.items():
-                for learns in (False, True):
-                    name = f"{kind} {end} {'forward and backward' if learns else 'forward'}"
+                for needs_grad in (False, True):
+                    name = f"{kind} {end} {'forward and backward' if needs_grad else 'forward'}"
                     packed = kind.startswith("varlen")
-                    found[name] = lambda c=call, d=dim, t=dtype, g=learns, p=packed: _run(c, d, t, learns=g, is_packed=p)  # type: ignore[misc]
+                    found[name] = lambda c=call, d=dim, t=dtype, g=needs_grad, p=packed: _run(c, d, t, needs_grad=g, is_packed=p)  # type: ignore[misc]
             found[f"decode {end} forward"] = lambda d=dim, t=dtype: _decode(d, t)  # type: ignore[misc]
     return {name: Problem(name, run) for name, run in found.items()}
 

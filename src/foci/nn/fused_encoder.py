@@ -164,12 +164,12 @@ class Stack:
         facts = {*map(_facts_of, tensors)}  # a few
         if {(dtype, layout) for dtype, layout, _ in facts} - {(x.dtype, torch.strided)}:
             return None
-        learns = torch.is_grad_enabled() and (x.requires_grad or True in [learns for *_, learns in facts])
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or True in [needs_grad for *_, needs_grad in facts])
         casts = is_any_autocast_enabled()
-        is_seen, as_node = learns or casts, learns and not casts and x.device.type in _AS_NODES
+        is_seen, as_node = needs_grad or casts, needs_grad and not casts and x.device.type in _AS_NODES
         if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
             return None  # modules say what is wrong
-        rows = layer_rows(x, self._layers[0].plan, given, learns=learns) if self._layers and (as_node or not is_seen) else None
+        rows = layer_rows(x, self._layers[0].plan, given, needs_grad=needs_grad) if self._layers and (as_node or not is_seen) else None
         shared = {} if casts or mask is not None else self._attentions(x, packing)
         for n, layer in enumerate(self._layers):
             own = layer.attention.__dict__

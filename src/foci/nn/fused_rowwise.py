@@ -15,18 +15,18 @@ from foci.planner import row_kernels
 __all__ = ["layer_backward", "layer_rows"]
 
 
-def layer_rows(x: Tensor, plan: Plan, p: Parameters, *, learns: bool) -> Rows | None:
+def layer_rows(x: Tensor, plan: Plan, p: Parameters, *, needs_grad: bool) -> Rows | None:
     """Where kernels over the rows of tokens [T, E] are launched; None where torch's operations are taken.
 
     Args:
         x: the tokens.
         plan: of a layer.
         p: its parameters.
-        learns: whether gradients will be wanted.
+        needs_grad: whether gradients will be wanted.
     """
     kernels = row_kernels(x.device, allowed_backends())
     rows = None if kernels is None else kernels.place(x)
-    if rows is not None and not learns:
+    if rows is not None and not needs_grad:
         rows.begin_norms(x.dtype, x.shape[1], plan.norm_first, p[NORM2] is not None, p[NORM2 + 1] is not None)
     return rows
 

@@ -254,16 +254,16 @@ class _Gradients:
         weight: Any = self.p[at]
         return torch.mm(dy, weight) if added is None else added.addmm_(dy, weight)
 
-    def _undropped(self, dy: Tensor, chance: float) -> Tensor:
+    def _dropped_gradient(self, dy: Tensor, chance: float) -> Tensor:
         return _dropout_backward(dy, self.kept.pop(), chance) if chance else dy
 
     def _feed_forward(self, dy: Tensor, added: Tensor | None) -> Tensor | None:
         _, within, behind = self.plan.drops
-        dy = self._undropped(dy, behind)
+        dy = self._dropped_gradient(dy, behind)
         dh = self._linear(dy, self.kept.pop(), SECOND)
         if dh is None:
             return None
-        dh = self._undropped(dh, within)
+        dh = self._dropped_gradient(dh, within)
         before = self.kept.pop()
         if self.sums is not None and self.sums.is_left(FIRST + 1):
             self.sums.columns(FIRST + 1, dh, before)
@@ -273,7 +273,7 @@ class _Gradients:
         return self._linear(dh, self.kept.pop(), FIRST, added)
 
     def _attention(self, dy: Tensor, added: Tensor | None) -> Tensor | None:
-        dy = self._undropped(dy, self.plan.drops[0])
+        dy = self._dropped_gradient(dy, self.plan.drops[0])
         rows, lse = self.kept.pop(), self.kept.pop()
         do = self._linear(dy, rows, OUT)
         if do is None:
@@ -310,11 +310,11 @@ class _RecomputeOps(LayerOps):
 
     def __init__(self, call: PackedCall, noises: list[Tensor]) -> None:
         super().__init__(lambda heads, projected: call.differentiable(heads.split(projected)).flatten(1))
-        self._noises = iter(noises)
+        self._masks = iter(noises)
 
     def drop(self, x: Tensor, chance: float) -> Tensor:
         """Leaves the same features out."""
-        noise = next(self._noises)
+        noise = next(self._masks)
         return x * noise / (1 - chance) if noise.dtype == torch.bool else x * noise
 
 

@@ -85,7 +85,7 @@ class Attention:
         """Return the attention over other sequences, as many of the same bound, where there is neither score nor mask."""
         made = Attention(None, None, self._given, whole=self._whole)
         made._offsets = offsets
-        made._calls = {learns: call.moved(offsets) for learns, call in self._calls.items()}
+        made._calls = {needs_grad: call.moved(offsets) for needs_grad, call in self._calls.items()}
         made._learning = None if self._learning is None else self._learning.moved(offsets)
         return made
 
@@ -115,7 +115,7 @@ class Attention:
         """The call of query, key and value with gradients of them, of an attention that captures nothing."""
         call = self._learning
         if call is None:
-            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, learns=True, whole=self._whole)
+            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, needs_grad=True, whole=self._whole)
             assert call is not None, "a plain call is known by functions like these"
             if not self._given.dropout_p:
                 self._learning = call
@@ -123,16 +123,16 @@ class Attention:
 
     def __call__(self, heads: Heads, projected: Tensor) -> Tensor:
         """[T, H * D] of query, key and value, parts of one product."""
-        learns = projected.requires_grad
-        call = self._calls.get(learns)
+        needs_grad = projected.requires_grad
+        call = self._calls.get(needs_grad)
         if call is None:
             tensors = heads.split(projected)
-            call = PackedCall.of(tensors, self._score, self._mask, self._extras, learns=False, whole=self._whole)
+            call = PackedCall.of(tensors, self._score, self._mask, self._extras, needs_grad=False, whole=self._whole)
             if call is None:
                 return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
             if not (call.captures or self._given.dropout_p):  # each layer draws a seed of its own
-                self._calls[learns] = call
-        if call.outline.learns:
+                self._calls[needs_grad] = call
+        if call.outline.needs_grad:
             return call.differentiable(heads.split(projected)).flatten(1)
         return call.forward_rows(projected, heads)[0]
 

@@ -231,8 +231,8 @@ class Packing:
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
         if is_readable(tokens):
-            learns = torch.is_grad_enabled() and tokens.requires_grad
-            nested: Tensor = _nest(tokens, (whole,)) if learns else nested_like(tokens, whole)
+            needs_grad = torch.is_grad_enabled() and tokens.requires_grad
+            nested: Tensor = _nest(tokens, (whole,)) if needs_grad else nested_like(tokens, whole)
             return nested
         longest, shortest = known_extremes(whole)
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)

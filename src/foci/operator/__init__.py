@@ -107,7 +107,7 @@ def find_outline(
 
 def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
     """Attention of query, key, value and captured tensors where `is_plain_eager` holds and the kernel is known."""
-    if not outline.learns:
+    if not outline.needs_grad:
         return forward_now(outline, tensors, optional)
     aside: list[Tensor] = []
     found = _apply(outline, optional, aside, *tensors)

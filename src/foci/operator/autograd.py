@@ -43,7 +43,7 @@ class Outline(NamedTuple):
         packed: query, key, value and output are [T, H, D], and autograd knows nothing of [1, H, T, D]: views cost it more than launches.
             Nothing but the logsumexp is asked for besides, which is [H, T] then.
         program: of the call, where its launches may be kept.
-        learns: whether a gradient is wanted.
+        needs_grad: whether a gradient is wanted.
     """
 
     chosen: Chosen
@@ -55,7 +55,7 @@ class Outline(NamedTuple):
     max_kv: int
     packed: bool
     program: Program | None
-    learns: bool
+    needs_grad: bool
 
     def comparable(self) -> dict[str, Any]:
         """The fields that two outlines of one call have equal, for `foci.cache_check`."""
@@ -78,8 +78,8 @@ class Outline(NamedTuple):
 def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, program: Program | None = None) -> Outline:
     """Make the outline of operands: all but their tensors."""
     o, needs = operands, chosen.needs
-    learns = any(needs[:3]) or any(needs[3])
-    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, program, learns)
+    needs_grad = any(needs[:3]) or any(needs[3])
+    return Outline(chosen, o.ints, o.floats, o.scale, o.dropout_p, o.max_q, o.max_kv, packed, program, needs_grad)
 
 
 def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
@@ -105,7 +105,7 @@ def bind_forward(
     be read where the call learns. `whole`: see `foci.backends.contract.Kernel`."""
     if outline.program is None or not _is_of_rows(outline, optional):
         return None
-    return outline.chosen.kernel.bind_forward(outline.program, rows, tensors, optional, whole=whole, out_alone=not outline.learns)
+    return outline.chosen.kernel.bind_forward(outline.program, rows, tensors, optional, whole=whole, out_alone=not outline.needs_grad)
 
 
 def bind_backward(

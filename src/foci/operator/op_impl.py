@@ -117,7 +117,7 @@ def forward(known: Known, args: tuple[Any, ...]) -> Results:
     """Attention of the flat arguments of the operator, with the strides that its output is promised to have."""
     outline, strides = known
     found = forward_now(outline, (*args[:3], *args[3]), OptionalTensors(*args[4:11]))
-    out = _lying(found.out, (strides or _forward_strides(args))[0])
+    out = _with_strides(found.out, (strides or _forward_strides(args))[0])
     return found if out is found.out else replace(found, out=out)
 
 
@@ -125,7 +125,7 @@ def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
     """Compute the gradients of query, key, value and captured tensors whose letter is 1, of the flat arguments of the operator's
     backward."""
     strides = known.strides or _backward_strides(arguments[7:], arguments[6])
-    return [_lying(t, s) for t, s in zip(_found(known, arguments), strides, strict=True)]
+    return [_with_strides(t, s) for t, s in zip(_found(known, arguments), strides, strict=True)]
 
 
 def backward_rows(known: Known, arguments: tuple[Any, ...]) -> Tensor:
@@ -200,7 +200,7 @@ def _outline(args: Sequence[Any], environment: Environment, needs: Needs, *, joi
     return make_outline(chosen, operands, program=Program(joined=joined) if operands.blocks is None else None)
 
 
-def _lying(tensor: Tensor, strides: Strides) -> Tensor:
+def _with_strides(tensor: Tensor, strides: Strides) -> Tensor:
     """The tensor, or a copy with these strides."""
     found = tensor.stride()
     if found == strides or all(a == b or n == 1 for a, b, n in zip(found, strides, tensor.shape, strict=True)):

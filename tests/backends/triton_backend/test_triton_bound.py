@@ -146,16 +146,16 @@ def hopper(launched, monkeypatch):
         yield launched[1]
 
 
-@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, learns):
+def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, needs_grad):
     heads, count = HEADS["as many"], 70
     attend = Attention(None, None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))), whole=whole)
-    call = attend.learning(heads, rows_of(heads)) if learns else None
+    call = attend.learning(heads, rows_of(heads)) if needs_grad else None
 
     def run():
         rows = rows_of(heads)
-        return call.forward_rows(rows, heads) if learns else (attend(heads, rows),)
+        return call.forward_rows(rows, heads) if needs_grad else (attend(heads, rows),)
 
     early = [run() for _ in range(2)]  # kept, so that no address is used twice
     del hopper[:]
@@ -165,8 +165,8 @@ def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, learns):
     taken = [args for name, _, args in hopper if name == "attention_forward"]
     assert [args[3][0] for args in taken] == [out.data_ptr() for out, *_ in found]
     assert not {args[3][0] for args in taken} & {out.data_ptr() for out, *_ in early}
-    assert len({args[4] for args in taken}) == (count if learns else 1)
-    assert not learns or [args[4] for args in taken] == [lse.data_ptr() for _, lse in found]
+    assert len({args[4] for args in taken}) == (count if needs_grad else 1)
+    assert not needs_grad or [args[4] for args in taken] == [lse.data_ptr() for _, lse in found]
     # in the table of tasks
     assert {args[8][7] for args in taken} == {args[7][0] for args in taken}
 
@@ -191,7 +191,7 @@ def test_offsets_without_versions_and_dropout_are_not_bound(launched):
     drops = Extras(Outputs(), dropout_p=0.5, **spans(offsets))
     rows = rows_of(heads)
     for _ in range(3):
-        call = PackedCall.of(heads.split(rows), None, None, drops, learns=True)
+        call = PackedCall.of(heads.split(rows), None, None, drops, needs_grad=True)
         call.forward_rows(rows, heads)
         assert call.passes.forward is None
 

@@ -377,26 +377,26 @@ def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtyp
         assert not [t for t in inputs[0] if str(t.data_ptr()) in str(launched)]
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_longer_queries_of_pages_are_launched_again_too(logs, calls, learns):
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_longer_queries_of_pages_are_launched_again_too(logs, calls, needs_grad):
     """Once the pages are gathered, which is another kernel's work."""
     worked_out, launched = logs
     names = []
     for _ in range(3):
-        query = torch.zeros(3, 4, 64, 64, dtype=torch.bfloat16, requires_grad=learns)
+        query = torch.zeros(3, 4, 64, 64, dtype=torch.bfloat16, requires_grad=needs_grad)
         calls.clear(), worked_out.clear(), launched.clear()
         out = foci.paged_attention(query, *pages()[1:], mask=masks.causal_lower_right(), max_kv=100)
-        if learns:
+        if needs_grad:
             out.backward(torch.zeros_like(out))
         names.append(([entry[0] for entry in worked_out], [entry[0] for entry in launched], [*calls]))
     tables = {"place_sequences", "assign_tasks"}
     first, second, third = names
-    assert {"attention_forward", *(["attention_query_gradient"] if learns else [])} <= {*first[0]}
+    assert {"attention_forward", *(["attention_query_gradient"] if needs_grad else [])} <= {*first[0]}
     assert second[0] == third[0] == []
     assert [name for name in second[1] if name not in tables] == [name for name in first[1] if name not in tables]
     assert second[1] == third[1]
     # the kernel of pages itself has no such pass
-    assert second[2] == [("launch_forward", False), ("launch_forward", True), *([("launch_backward", True)] if learns else [])]
+    assert second[2] == [("launch_forward", False), ("launch_forward", True), *([("launch_backward", True)] if needs_grad else [])]
 
 
 def test_another_page_table_is_another_call(logs, calls):

@@ -108,11 +108,11 @@ class GpuKernel(RepeatablePasses, Kernel):
         key = self.pass_key(operands, given) if self._is_all_launches(operands, flow) else None
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
         launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
-        with nullcontext() if self.learns else compile_in_parallel():
+        with nullcontext() if self.needs_capture_grads else compile_in_parallel():
             made, captures = self.backward_pass.build(operands, given, sequences, launches, flow)
             launches.finish(count_tokens(operands))
         if key is not None and (built := launches.built) is not None:
-            self.keep(key, operands, sequences, built, self.gradients + self.learns)
+            self.keep(key, operands, sequences, built, self.gradients + self.needs_capture_grads)
         rest = iter(made)
         dq, dk, dv = (next(rest) if on else None for on in self.wanted)
         gradients = Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
@@ -130,7 +130,7 @@ class GpuKernel(RepeatablePasses, Kernel):
     def _build_ahead(self, operands: Operands) -> None:
         sequences = meta_sequences(operands)
         results = self.forward_pass.build(operands, sequences, PrecompileBuilder())
-        if self.gradients or self.learns:
+        if self.gradients or self.needs_capture_grads:
             # gradients of captured tensors are summed by torch's operations, which take no memory on the device "meta"
             captures = tuple(t.to("meta") if wanted else t for t, wanted in zip(operands.captures, self.builder.problem.capture_grads))
             given = Given(results.out, results.lse, results.out, None)
@@ -138,7 +138,7 @@ class GpuKernel(RepeatablePasses, Kernel):
 
     def _is_all_launches(self, operands: Operands, flow: WeightCotangents | None) -> bool:
         """Whether a launch list holds all of a backward: most gradients of captured tensors take torch operations between launches."""
-        if flow is not None or not self.learns:
+        if flow is not None or not self.needs_capture_grads:
             return flow is None
         is_one = self.builder.problem.capture_grads.count(True) == 1 and operands.cu_q is None
         return is_one and find_query_tile_bias(self.builder, operands) is not None

@@ -64,7 +64,7 @@ class RepeatablePasses:
 
     def __init__(self, builder: PassBuilder) -> None:
         self.builder = builder
-        self.mask_slots, self.wanted, self.learns = builder.mask_slots, builder.wanted, builder.learns
+        self.mask_slots, self.wanted, self.needs_capture_grads = builder.mask_slots, builder.wanted, builder.needs_capture_grads
         self.results = 3 if builder.problem.formula.outputs.row_max else 2
         self.gradients = sum(self.wanted)
 

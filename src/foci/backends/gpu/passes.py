@@ -78,7 +78,7 @@ class PassBuilder:
         self.is_by_bounds = formula.block_size is None and as_comparisons(self.variant.mask, "kv_idx") is not None
         self.mask_slots = sorted({int(str(e.value)) for e in self.variant.mask.walk() if e.op == "load"})
         self.wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
-        self.learns = any(problem.capture_grads)
+        self.needs_capture_grads = any(problem.capture_grads)
         self.schedules: dict[str, Schedule] = {}
 
     def schedule(self, kind: str) -> Schedule:

@@ -150,7 +150,7 @@ class PortableBackward:
         grads = gradient_tensors(launches, operands, self.builder.wanted)
         call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, launches)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
-        learned = find_query_tile_bias(self.builder, operands) if self.builder.learns else None
+        learned = find_query_tile_bias(self.builder, operands) if self.builder.needs_capture_grads else None
         target = None if learned is None else like_tensor(launches, operands.captures[learned.slot])
         rows = row_tensors(launches, operands, given.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
@@ -164,7 +164,7 @@ class PortableBackward:
             self._prepare(call, given, (rows[0], rows[1]))
         for kind, pair in self._key_passes(dk, dv):
             self._key_gradient(call, kind, (given.dout, rows[0], rows[1]), pair)
-        if not self.builder.learns:
+        if not self.builder.needs_capture_grads:
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self.builder, call, (given.dout, rows[0], rows[1]), given.dlse, known)
 

@@ -58,7 +58,7 @@ def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequen
     gradient of the logsumexp or of another auxiliary output, for the kernels that only this gradient needs.
     """
     is_empty = 0 in (results.out.numel(), operands.key.shape[2])
-    is_other = kernel.learns or kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None
+    is_other = kernel.needs_capture_grads or kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None
     if (
         kernel.gradients == 0
         or not kernel.backward_pass.only_launches

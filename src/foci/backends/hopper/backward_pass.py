@@ -156,7 +156,9 @@ class HopperBackward:
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         """See `foci.backends.gpu.kernel.BackwardPass`."""
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
-        if not (query.numel() and key.numel() and value.numel()) or (self.builder.learns and find_query_tile_bias(self.builder, operands)):
+        if not (query.numel() and key.numel() and value.numel()) or (
+            self.builder.needs_capture_grads and find_query_tile_bias(self.builder, operands)
+        ):
             return self.portable.build(operands, given, sequences, launches, flow)
         if p.formula.dropout and (self.fused is None or not all(self.builder.wanted)):
             # only the fused kernel supports dropout

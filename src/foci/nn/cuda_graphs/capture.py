@@ -266,11 +266,11 @@ class Captured:
         rooms = [choose_shape(p, t.shape[0], self._sizes, exact=exact) for t, p in zip(call.tokens, call.packings, strict=True)]
         seats = tuple(map(Bucket.of, call.packings, rooms))
         learning = watch.learning() if torch.is_grad_enabled() else ()
-        learns = bool(learning) or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tokens))
+        needs_grad = bool(learning) or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tokens))
         tensors = (*call.tokens, *(p.offsets for p in call.packings), *(p.bias for p in call.packings if p.bias is not None))
         key = (
-            seats, call.settings, tuple((t.dtype, t.shape[1:], learns and t.requires_grad) for t in tensors),
-            tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), learns,
+            seats, call.settings, tuple((t.dtype, t.shape[1:], needs_grad and t.requires_grad) for t in tensors),
+            tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), needs_grad,
             read_environment(allowed_backends(), device.type), matmul_precision(),
         )  # fmt: skip
 
@@ -279,7 +279,7 @@ class Captured:
                 return self._compute(tokens, packings, masks, call.settings)
 
         batch = Batch(call.tokens, call.packings, seats, call.masks)
-        return self._recordings.run((device, _stream(device)), key, compute, batch, watch.places, learning, learns=learns)
+        return self._recordings.run((device, _stream(device)), key, compute, batch, watch.places, learning, needs_grad=needs_grad)
 
     def _compute(self, tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor], settings: Any) -> Tensor:
         module, given = self.module, dict[str, Any]()

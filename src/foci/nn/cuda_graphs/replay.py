@@ -70,10 +70,10 @@ def _swapped(places: Sequence[Place], stand_ins: dict[int, Tensor]) -> Iterator[
 class _Graphed:
     """A bucket: forward and, where gradients are wanted, backward."""
 
-    def __init__(self, engine: Engine, pool: Any, compute: Compute, batch: Batch, places: Sequence[Place], *, learns: bool) -> None:
+    def __init__(self, engine: Engine, pool: Any, compute: Compute, batch: Batch, places: Sequence[Place], *, needs_grad: bool) -> None:
         self._compute, self._places, self._seats = compute, places, batch.seats
-        self._learns = learns
-        self._wanted = [learns and t.requires_grad for t in batch.tokens]
+        self._needs_grad = needs_grad
+        self._wanted = [needs_grad and t.requires_grad for t in batch.tokens]
         self._device = batch.tokens[0].device
         with torch.inference_mode(mode=False), torch.no_grad():
             self._record(engine, pool, batch)
@@ -96,13 +96,13 @@ class _Graphed:
         def both() -> None:
             forward(samples)
             like[:] = [torch.zeros_like(state[0], memory_format=torch.contiguous_format)]
-            if self._learns:
+            if self._needs_grad:
                 backward(like)
 
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             engine.warm_up(both)  # draws no number of the caller's
         self._one: Recorded = engine.record(pool, samples, forward)
-        self._two: Recorded | None = engine.record(pool, like, backward) if self._learns else None
+        self._two: Recorded | None = engine.record(pool, like, backward) if self._needs_grad else None
         state.clear()
 
     def _forward(self, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -112,8 +112,14 @@ class _Graphed:
             tokens.append(tensors[at].detach().requires_grad_(wanted))
             packings.append(seat.packing(tensors[at : at + seat.width]))
             at += seat.width
-        stand_ins = {id(p.parameter): p.parameter.detach().requires_grad_(self._learns and p.parameter.requires_grad) for p in self._places}
-        as_called = torch.inference_mode(mode=False), torch.set_grad_enabled(self._learns), torch.autocast(self._device.type, enabled=False)
+        stand_ins = {
+            id(p.parameter): p.parameter.detach().requires_grad_(self._needs_grad and p.parameter.requires_grad) for p in self._places
+        }
+        as_called = (
+            torch.inference_mode(mode=False),
+            torch.set_grad_enabled(self._needs_grad),
+            torch.autocast(self._device.type, enabled=False),
+        )
         with as_called[0], as_called[1], as_called[2], _swapped(self._places, stand_ins):
             out = self._compute(tokens, packings, tensors[at:])
         return out, [t for t in (*tokens, *stand_ins.values()) if t.requires_grad]
@@ -181,7 +187,7 @@ class Recordings:
 
     def run(
         self, where: object, key: object, compute: Compute, batch: Batch, places: Sequence[Place], learning: Sequence[Tensor], *,
-        learns: bool,
+        needs_grad: bool,
     ) -> Tensor:  # fmt: skip
         """The function of a batch, recorded if it is not known by the key.
 
@@ -192,20 +198,20 @@ class Recordings:
             batch: what it is computed of.
             places: the parameters that it reads.
             learning: those that require grad, each once, in that order; none where no gradients are wanted.
-            learns: whether gradients are wanted, of tokens and parameters that require them.
+            needs_grad: whether gradients are wanted, of tokens and parameters that require them.
         """
-        lanes = self._lanes.setdefault((where, learns), [])
+        lanes = self._lanes.setdefault((where, needs_grad), [])
         lane = next((lane for lane in lanes if lane.is_free), None)
         if lane is None:
             lane = _StreamPool(self._engine.pool())
             lanes.append(lane)
         graphed = lane.graphs.get(key)
         if graphed is None:
-            graphed = lane.graphs[key] = _Graphed(self._engine, lane.pool, compute, batch, places, learns=learns)
+            graphed = lane.graphs[key] = _Graphed(self._engine, lane.pool, compute, batch, places, needs_grad=needs_grad)
             while len(lane.graphs) > self._limit:
                 lane.graphs.popitem(last=False)
         lane.graphs.move_to_end(key)
-        if not learns:
+        if not needs_grad:
             return graphed.forward(batch)
         lease = _PendingBackward()
         lane.lease = weakref.ref(lease)
