@@ -61,7 +61,7 @@ def main() -> None:
     about = found[-1]
     versions = ", ".join(f"{package} {about[package]}" for package in ("torch", "triton") if package in about)
     dtypes = ", ".join(dict.fromkeys(line.dtype for line in lines))
-    draw(lines, chosen.picture, f"{about['device']}, {versions}, {dtypes}, commit {commit}")
+    draw(lines, chosen.picture, f"{about['device']}, {versions}, {dtypes}, commit {commit}, {about['date']}")
 
 
 if __name__ == "__main__":

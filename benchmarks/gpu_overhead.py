@@ -19,12 +19,12 @@ import json
 import os
 import pstats
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import measure
 import torch
 import torch.nn.functional as F
 import triton
@@ -199,9 +199,9 @@ def microseconds(name: str, call: Callable[[], Any], calls: int = CALLS) -> floa
 
 
 def facts() -> dict[str, str]:
-    """Machine, versions and commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit}
+    """Device, versions, commit and day."""
+    found = measure.facts("cuda")
+    return {name: str(found[name]) for name in ("device", "torch", "triton", "commit", "date")}
 
 
 def measured(name: str, call: Callable[[], Any], floor: Callable[[], Any]) -> dict[str, float]:

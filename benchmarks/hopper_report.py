@@ -84,7 +84,10 @@ def draw() -> None:
     panels[0].set_ylabel("time of cuDNN / time of foci      foci faster →")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     about = lines[0]
-    figure.suptitle(f"{about['device']}, torch {about['torch']}, triton {about['triton']}, bfloat16, commit {about['commit']}", fontsize=10)
+    figure.suptitle(
+        f"{about['device']}, torch {about['torch']}, triton {about['triton']}, bfloat16, commit {about['commit']}, {about['date']}",
+        fontsize=10,
+    )
     figure.savefig(DOCS / "hopper-sizes.png")
 
 

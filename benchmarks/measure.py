@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib.metadata
 import json
 import os
@@ -21,7 +22,7 @@ import foci
 
 
 def facts(device: str = "cpu") -> dict[str, object]:
-    """Machine, versions and commit."""
+    """Machine, versions, commit and day."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     name = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
     return {
@@ -32,6 +33,7 @@ def facts(device: str = "cpu") -> dict[str, object]:
         "triton": _version("triton"),
         "foci": foci.__version__,
         "commit": commit,
+        "date": dt.date.today().isoformat(),
     }
 
 

@@ -57,7 +57,7 @@ def main() -> None:
         ratios = [f"{found[case, name]['ratio']:.3f}" if (case, name) in found else "" for name in NAMES]
         lines.append([CASES[case], f"{found[case, 'good']['ms']:.3f}", *ratios])
     table = markdown(["case", "good size, ms", *NAMES], lines)
-    last, commits = rows[-1], ", ".join(dict.fromkeys(row["commit"] for row in found.values()))
+    last, commits = rows[-1], ", ".join(dict.fromkeys(f"{row['commit']} ({row['date']})" for row in found.values()))
     where = f"{last['device']}, torch {last['torch']}, commit {commits}; times of the odd size over those of the good one:"
     fill("padding.md", {"measured": "\n".join(["", where, "", table, "", "![ratios](padding.png)", "", taken(found), ""])})
 

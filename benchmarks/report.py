@@ -16,7 +16,7 @@ Row = dict[str, Any]
 def _where(rows: list[Row]) -> str:
     last = rows[-1]
     threads = f"{last['threads']} thread{'s' if last['threads'] != 1 else ''}"
-    return f"{last['device']}, {threads}, torch {last['torch']}, commit {last['commit']}."
+    return f"{last['device']}, {threads}, torch {last['torch']}, commit {last['commit']}, {last['date']}."
 
 
 def _pivot(rows: list[Row], mask: str, direction: str, value: str) -> str:

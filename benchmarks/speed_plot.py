@@ -46,7 +46,7 @@ def _ratios(lines: Iterable[dict[str, Any]], peer: str, field: str) -> list[floa
 
 def _versions(lines: list[dict[str, Any]]) -> str:
     line = lines[0]
-    commits = ", ".join(dict.fromkeys(str(each["commit"]) for each in lines if "commit" in each))
+    commits = ", ".join(dict.fromkeys(f"{each['commit']}, {each['date']}" for each in lines if "commit" in each))
     packages = ", ".join(f"{name} {line[name]}" for name in ("torch", "triton") if name in line)
     return f"{packages}, foci at {commits}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib.metadata
 import os
 import platform
@@ -75,8 +76,11 @@ class Line:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Machine, versions and commit: what makes a number mean something."""
-    found: dict[str, Any] = {"device": _device_name(device), "threads": torch.get_num_threads(), "python": platform.python_version()}
+    """Return machine, versions, commit and day: what makes a number mean something."""
+    found: dict[str, Any] = {
+        "device": _device_name(device), "threads": torch.get_num_threads(), "python": platform.python_version(),
+        "date": dt.date.today().isoformat(),
+    }  # fmt: skip
     for package in ("torch", "triton", "foci"):
         try:
             found[package] = torch.__version__ if package == "torch" else importlib.metadata.version(package)
