@@ -11,13 +11,15 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MOST_LINES = 500
 MOST_PARAMETERS = 6
 """Of 19 functions in 20, outside of GPU kernels: entry points take what torch's do."""
+MOST_OF_KERNELS = 17
+"""Of 19 of the functions in 20 that Triton compiles. The goal is 10: what travels together in one named tuple. It may only become less."""
 
 
-def counts(source):
-    """Parameters of each function, `self` and `cls` aside, that Triton does not compile."""
+def counts(source, *, compiled=False):
+    """Parameters of each function, `self` and `cls` aside, that Triton does not compile, or of those that it does."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list) == compiled:
             names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             found.append(len(names) - (names[:1] in (["self"], ["cls"])))
     return found
@@ -28,10 +30,12 @@ def test_a_file_is_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
-def test_functions_take_few_parameters():
-    every = sorted(count for path in FILES for count in counts(path.read_text(encoding="utf-8")))
-    assert every[int(0.95 * len(every))] <= MOST_PARAMETERS
+@pytest.mark.parametrize(("compiled", "most"), [(False, MOST_PARAMETERS), (True, MOST_OF_KERNELS)])
+def test_functions_take_few_parameters(compiled, most):
+    every = sorted(count for path in FILES for count in counts(path.read_text(encoding="utf-8"), compiled=compiled))
+    assert every[int(0.95 * len(every))] <= most
 
 
 def test_parameters_are_counted():
-    assert counts("class A:\n    def f(self, a, /, b, *, c): ...\n\n@triton.jit\ndef g(a): ...\n\n\ndef h(): ...\n") == [0, 3]
+    source = "class A:\n    def f(self, a, /, b, *, c): ...\n\n@triton.jit\ndef g(a): ...\n\n\ndef h(): ...\n"
+    assert (counts(source), counts(source, compiled=True)) == ([0, 3], [1])

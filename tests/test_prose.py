@@ -1,4 +1,4 @@
-"""Docstrings begin with a sentence that stands alone: a noun for a class, an imperative for a function."""
+"""Docstrings begin with a sentence that stands alone: a noun for a class, an imperative for a function. Names of functions are verbs."""
 
 import ast
 from pathlib import Path
@@ -30,3 +30,10 @@ def test_docstrings_begin_with_a_sentence(path):
 @pytest.mark.parametrize("line", ["They.", "Of the forward.", "The same for keys.", "What is known."])
 def test_fragments_are_found(line):
     assert is_fragment(line) and not is_fragment("Return the keys.")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_functions_are_named_by_verbs(path):
+    """`find_range`, not `range_of`."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+    assert [node.name for node in functions if node.name.endswith("_of")] == []
