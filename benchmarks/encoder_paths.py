@@ -34,14 +34,14 @@ VARIANTS: Final = ("all of it", "launches looked up", "a node for each operation
 ROUNDS, CALLS = 15, 6
 
 
-def forward_rows(self: PackedCall, rows: Tensor, lay: RowLayout) -> tuple[Tensor, Tensor]:
-    out, lse = self.forward(lay.split(rows))
+def forward_rows(self: PackedCall, rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
+    out, lse = self.forward(layout.split(rows))
     return out.flatten(1), lse
 
 
-def backward_rows(self: PackedCall, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: RowLayout) -> Tensor:
+def backward_rows(self: PackedCall, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, layout: RowLayout) -> Tensor:
     out, lse = found
-    return _side_by_side(self.backward(lay.split(rows), (lay.of_queries(out), lse), lay.of_queries(gradient)))
+    return _side_by_side(self.backward(layout.split(rows), (layout.of_queries(out), lse), layout.of_queries(gradient)))
 
 
 OWN: Final = (PackedCall.forward_rows, PackedCall.backward_rows, fused_encoder._AS_NODES, encoders.noted)

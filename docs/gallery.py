@@ -184,7 +184,7 @@ def page() -> str:
         "# Gallery",
         "",
         "Each mask of `foci.masks` and each score of `foci.scores`. [Masks and scores](masks-and-scores.md) says how to combine them",
-        "and how to write your own. `foci mask` draws any combination of them:",
+        "and how to write your own. `foci mask`, with the extra `plots`, draws any combination of named masks:",
         "",
         "```sh",
         'foci mask "causal & window(96)" --q 512 --block 64 --out mask.png',

@@ -158,6 +158,7 @@ def not_drawn(items, many, draw):
                 left.add(item)
         elif item.get_closest_marker("slow"):
             slow += 1
-            if slow % SLOW_PARTS != draw % SLOW_PARTS:
+            parts = min(SLOW_PARTS, many)
+            if slow % parts != draw % parts:
                 left.add(item)
     return left

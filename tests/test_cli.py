@@ -56,6 +56,20 @@ def test_env_names_versions_and_every_backend():
         assert re.search(rf"\b{name}\b", done.output), name
 
 
+def test_brackets_are_text_in_every_command(monkeypatch):
+    """`foci[gpu]` in a table of `foci env`, and an index in a backend's reason."""
+    from foci.cli import environment
+
+    def find(name):
+        raise environment.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.importlib.metadata, "version", find)
+    assert "foci[gpu]" in run("env").output
+    backend = foci.backends.load("blocked")
+    monkeypatch.setattr(type(backend), "reject", lambda self, problem, target: "reads c0[h] and [red]")
+    assert "reads c0[h] and [red]" in flat(run("explain").output)
+
+
 # NOW-01
 @pytest.mark.parametrize(
     ("package", "version", "beside", "verdict"),
@@ -199,6 +213,7 @@ def test_a_missing_package_is_named_with_its_extra_before_anything_runs(words, p
     done = run(*words)
     assert done.exit_code == 2
     assert f"this needs {package}: pip install 'foci[{extra}]'" in flat(done.output)
+    assert ("Invalid value" in done.output) == (words[0] == "bench"), "only an option can have a wrong value"
 
 
 def test_tune_says_what_it_measures_and_shows_progress(monkeypatch, tmp_path):

@@ -60,13 +60,13 @@ def run_packed(tensors: Tensors, score: Function, mask: Function, extras: Extras
 
 
 class RowLayout(Protocol):
-    """How query, key and value [T, H, D] lie in rows [T, E]."""
+    """The layout of query, key and value [T, H, D] in rows [T, E]."""
 
     def split(self, rows: Tensor, /) -> Tensors:
         """Return query, key and value [T, H, D] of rows [T, E]."""
 
     def of_queries(self, rows: Tensor, /) -> Tensor:
-        """[T, Hq, Dv] of [T, Hq * Dv]."""
+        """Return an output [T, Hq * Dv] as [T, Hq, Dv]."""
 
 
 class Passes:
@@ -126,36 +126,37 @@ class PackedCall(NamedTuple):
         made = backward_now(self.outline, (*tensors, *self.captures), self.optional, found, (gradient,))
         return tuple(t for t in made[:3] if t is not None)
 
-    def forward_rows(self, rows: Tensor, lay: RowLayout) -> tuple[Tensor, Tensor]:
-        """`forward` of what lies side by side in rows [T, E]; out is [T, Hq * Dv], and lse is to be read only where the call learns."""
+    def forward_rows(self, rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
+        """`forward` of query, key and value side by side in rows [T, E]; out is [T, Hq * Dv]. Read lse only where the call needs
+        gradients."""
         passes = self.passes
         if not observers():
             bound = passes.forward  # once: other threads may take it away
             if bound is None:
                 bound = passes.forward = passes.moved_forward(rows, self.optional.cu_q) or bind_forward(
-                    self.outline, rows, lay.split(rows), self.optional, whole=passes.whole
+                    self.outline, rows, layout.split(rows), self.optional, whole=passes.whole
                 )
             made = None if bound is None else bound(rows)
             if made is not None:
                 return made
             passes.forward = None  # bound anew by the next
-        out, lse = self.forward(lay.split(rows))
+        out, lse = self.forward(layout.split(rows))
         return out.flatten(1), lse
 
-    def backward_rows(self, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, lay: RowLayout) -> Tensor:
+    def backward_rows(self, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, layout: RowLayout) -> Tensor:
         """The gradient [T, E] of these rows, by what `forward_rows` found and the gradient of out."""
         passes, (out, lse) = self.passes, found
         if not (observers() or torch.is_grad_enabled()):
             bound = passes.backward
             if bound is None:
                 bound = passes.backward = passes.moved_backward(rows, self.optional.cu_q) or bind_backward(
-                    self.outline, rows, lay.split(rows), self.optional, (lay.of_queries(out), lse), lay.of_queries(gradient)
+                    self.outline, rows, layout.split(rows), self.optional, (layout.of_queries(out), lse), layout.of_queries(gradient)
                 )
             made = None if bound is None else bound(rows, out, lse, gradient)
             if made is not None:
                 return made
             passes.backward = None
-        return _side_by_side(self.backward(lay.split(rows), (lay.of_queries(out), lse), lay.of_queries(gradient)))
+        return _side_by_side(self.backward(layout.split(rows), (layout.of_queries(out), lse), layout.of_queries(gradient)))
 
     def differentiable(self, tensors: Tensors) -> Tensor:
         """out, as autograd knows it."""

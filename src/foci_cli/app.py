@@ -38,10 +38,11 @@ class DTypeName(StrEnum):
 
 
 def _console(*, piped_width: int | None = None) -> Any:
-    """Where output goes; its width where that is no terminal."""
+    """Return where output goes, with its width where that is no terminal. Brackets are text, as in `foci[gpu]` or `c0[h]`: colors are given
+    by `rich.text.Text`."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else piped_width)
+    return Console(width=None if sys.stdout.isatty() else piped_width, markup=False)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -95,7 +96,11 @@ def _require(extra: str, option: str | None = None) -> None:
     """Refuses to begin without the packages of an extra, which an option asks for if one is given."""
     missing = [package for package in _EXTRAS[extra] if importlib.util.find_spec(package) is None]
     if missing:
-        raise typer.BadParameter(f"this needs {' and '.join(missing)}: pip install 'foci[{extra}]'", param_hint=option)
+        reason = f"this needs {' and '.join(missing)}: pip install 'foci[{extra}]'"
+        if option is not None:
+            raise typer.BadParameter(reason, param_hint=option)
+        print(f"foci: {reason}", file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -108,12 +113,14 @@ def demo(
     Both use foci and sdpa: the result is a table of ratios and two pictures.
     """
     _require("demo")
+    from rich.text import Text
+
     from foci.cli import demo as demonstration
 
     console = _console(piped_width=120)
     broken = demonstration.run(console, output, device=device)
     for line in broken:
-        console.print(f"[red]failed:[/] {line}")
+        console.print(Text.assemble(("failed:", "red"), f" {line}"))
     if broken:
         raise typer.Exit(1)
 
@@ -166,9 +173,10 @@ def mask(
     head: Annotated[int, typer.Option(min=0, help="Head to draw.")] = 0,
     out: Annotated[Path, typer.Option(help="The picture, a PNG.", callback=_output_file)] = Path("mask.png"),
 ) -> None:
-    """Draw a mask and its blocks.
+    """Draw a named mask, or a combination of them, and its blocks.
 
-    Left the mask itself, right its blocks: empty, partial or full.
+    Left the mask itself, right its blocks: empty, partial or full. A function of your own is drawn in Python: foci.create_mask gives its
+    pairs as a tensor.
     """
     _require("plots")
     with _explained_errors():
@@ -409,7 +417,7 @@ def env() -> None:
     console.print(facts_table())
     console.print(backends_table())
     for line in missing_names():
-        console.print(line, style="yellow", highlight=False, markup=False)
+        console.print(line, style="yellow", highlight=False)
 
 
 @contextlib.contextmanager

@@ -149,6 +149,7 @@ def make_problems(dims: Sequence[int] = (64, 128)) -> list[Problem]:
             found.append(Problem("block mask", dim, {}, layout="blocks", needs_grad=needs_grad))
         found += [
             Problem("learned slopes", dim, {"score": by_slope, "mask": masks.causal()}, captures=(LEARNED_SLOPES,)),
+            Problem("learned slopes, block mask", dim, {"score_mod": by_slope}, layout="blocks", captures=(LEARNED_SLOPES,)),
             Problem("learned table", dim, {"score": by_distance}, captures=(LEARNED_TABLE,)),
         ]
         lower_right = {"mask": masks.causal_lower_right()}
@@ -171,7 +172,8 @@ def run(problem: Problem, sizes: Sizes) -> None:
     if problem.layout == "dense":
         out = foci.attention(*inputs, **problem.options)
     elif problem.layout == "blocks":
-        out = foci.flex_attention(*inputs, block_mask=foci.create_block_mask(by_document, None, None, q_len, kv_len, device="cpu"))
+        block_mask = foci.create_block_mask(by_document, None, None, q_len, kv_len, device="cpu")
+        out = foci.flex_attention(*inputs, block_mask=block_mask, **problem.options)
     else:
         offsets = torch.arange(batch + 1) * q_len
         out = foci.varlen_attn(*inputs, offsets, offsets, q_len, q_len, **problem.options)

@@ -67,7 +67,11 @@ def test_other_sizes_need_no_other_kernel(problem: Problem, arch, monkeypatch):
     assert not new, "\n".join(lines)
 
 
-@pytest.mark.parametrize("problem", [p for p in make_problems() if p.needs_grad and p.dim == 64 and p.kind != "varlen document"], ids=str)
+# problems whose backward on sm_90 is never the fused kernel, so that it has no sums of dq to finish
+UNFUSED = ("varlen document", "block mask", "learned slopes, block mask", "learned table")
+
+
+@pytest.mark.parametrize("problem", [p for p in make_problems() if p.needs_grad and p.dim == 64 and p.kind not in UNFUSED], ids=str)
 def test_the_short_kernels_of_a_backward_are_one_for_all_sizes(problem, monkeypatch):
     kernels = by_name(precompiled(90, problem, monkeypatch))
     assert [len(kernels[name]) for name in ("finish_query_gradient", "begin_gradients")] == [1, 2 if problem.kind == "plain" else 1]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from rich.table import Column, Table
+from rich.text import Text
 
 from foci import backends
 from foci.cli.explanation import Question, explain_question, verdicts_table
@@ -37,7 +38,7 @@ def facts_table() -> Table:
     table = Table("", Column("here", overflow="fold"), "tested?")  # a report of a problem needs the end of a long value too
     for fact in (*_versions(), *_machine(), *_of_backends()):
         is_fine = fact.tested in (releases.TESTED, releases.SUPPORTED)
-        table.add_row(fact.name, fact.value, f"[{'green' if is_fine else 'yellow'}]{fact.tested}[/]" if fact.tested else "")
+        table.add_row(fact.name, fact.value, Text(fact.tested, "green" if is_fine else "yellow"))
     return table
 
 

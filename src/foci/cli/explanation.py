@@ -100,12 +100,12 @@ def verdicts_table(decision: Decision) -> Table:
     table = Table("backend", "verdict", "why")
     for verdict in decision.verdicts:
         if verdict.reason is not None:
-            table.add_row(verdict.backend, "[red]no[/]", verdict.reason)
+            table.add_row(verdict.backend, Text("no", "red"), verdict.reason)
             continue
         runs = decision.plan is not None and decision.plan.backend == verdict.backend
         estimate = f"{'the least estimate,' if runs else 'estimate'} {_milliseconds(verdict.cost)}"
         table.add_row(
-            verdict.backend, "[green]runs[/]" if runs else "possible", f"{estimate}: {verdict.note}" if verdict.note else estimate
+            verdict.backend, Text("runs", "green") if runs else "possible", f"{estimate}: {verdict.note}" if verdict.note else estimate
         )
     return table
 

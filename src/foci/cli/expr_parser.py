@@ -107,7 +107,9 @@ def _evaluate(node: ast.expr, text: str, functions: Mapping[str, Any], examples:
             return _BINARY[type(sign)](inner(left), inner(right))
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
             return _UNARY[type(sign)](inner(operand))
-    raise Unknown(f"{ast.unparse(node)!r} in {text!r}: only names, calls with literal arguments, and & | ~ >> are read here")
+    raise Unknown(
+        f"{ast.unparse(node)!r} in {text!r}: only names, calls with literal arguments, and & | ~ >> are read, not functions of your own"
+    )
 
 
 def _call(function: Callable[..., Any], name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

@@ -56,7 +56,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class Arguments:
-    """The call structure's parts. It owns all that a structure points at: as long as it lives, so does the memory."""
+    """Arguments of a native call. They own the memory that the packed structure points at: keep them until the call returns."""
 
     def __init__(self, operands: Operands) -> None:
         query, key = operands.query, operands.key
@@ -94,7 +94,8 @@ class Arguments:
         return lengths is not None or int(offsets[0]) != 0 or int(offsets[-1]) != tokens
 
     def _place(self, kind: str, numbers: Sequence[float]) -> int:
-        """Address of numbers in memory, int64 or float64 by struct's name of the `kind`; 0 where there are none, which nothing reads."""
+        """Store numbers, as int64 for the kind "q" and float64 for "d", and return their address; 0 for no numbers: the kernel reads none
+        then."""
         if not numbers:
             return 0
         content = struct.pack(f"<{len(numbers)}{kind}", *numbers)
@@ -228,7 +229,7 @@ class CaptureSums:
         self.sums = {slot: captures[slot].new_zeros((*n, *captures[slot].shape), dtype=torch.float32) for slot, n in copies.items()}
 
     def described(self) -> list[int]:
-        """For each site, where it adds to and how far the copies of batch entries, heads and splits are apart."""
+        """For each site, the address that it adds to, and the strides of the copies of batch entries, heads and splits."""
         entries: list[int] = []
         for site in self.sites:
             sums = self.sums[site.slot]

@@ -132,7 +132,8 @@ class GpuKernel(RepeatablePasses, Kernel):
         results = self.forward_pass.build(operands, sequences, PrecompileBuilder())
         if self.gradients or self.needs_capture_grads:
             # gradients of captured tensors are summed by torch's operations, which take no memory on the device "meta"
-            captures = tuple(t.to("meta") if wanted else t for t, wanted in zip(operands.captures, self.builder.problem.capture_grads))
+            wanted = self.builder.problem.capture_grads
+            captures = tuple(t.to("meta") if on else t for t, on in zip(operands.captures, wanted, strict=True))
             given = Given(results.out, results.lse, results.out, None)
             self.backward_pass.build(replace(operands, captures=captures), given, sequences, PrecompileBuilder(), None)
 

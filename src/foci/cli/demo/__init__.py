@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from foci.cli.demo.curve import draw_curves, draw_line
 from foci.cli.demo.decoder import Decoder, Pattern, Training, patterns, train
@@ -78,7 +79,7 @@ def run(console: Console, output: Path, *, device: torch.device | str = "cpu", s
     scale = scale or Scale()
     device = torch.device(device)
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    console.print(f"[bold]foci demo[/] on {device} ({where}), torch {torch.__version__}\n")
+    console.print(Text.assemble(("foci demo", "bold"), f" on {device} ({where}), torch {torch.__version__}\n"))
 
     def say(words: str) -> None:
         console.print(f"{time.perf_counter() - start:4.0f} s  {words}", highlight=False)
