@@ -24,7 +24,7 @@ from foci.ir.expr import DType, Expr
 from foci.ir.narrow import is_narrow
 from foci.ir.ops import as_expr, cast
 from foci.ir.random_calls import draws_random_numbers
-from foci.ir.user_lines import PYTHON_ERRORS, complaint, find_location
+from foci.ir.user_lines import PYTHON_ERRORS, closed_over, complaint, definition, find_location
 
 __all__ = [
     "CONSTRUCTORS",
@@ -352,18 +352,24 @@ class Tracer:
             if _takes(function, len(variables)):
                 raise
             kind = "score" if variables[0] == "score" else "mask"
-            raise TraceError(f"a {kind} function takes ({', '.join(variables)}); {_name(function)} does not: {error}") from error
+            raise TraceError(
+                f"{definition(function)}a {kind} function takes ({', '.join(variables)}); {_name(function)} does not: {error}"
+            ) from error
         finally:
             _local.active.pop()
         if symbol.axes:
             raise TraceError(
-                f"{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each pair of positions"
+                f"{definition(function)}{_name(function)} returned a row of shape {list(symbol.shape)}; it must return one number for each "
+                f"pair of positions: index what it closes over, such as {closed_over(function)}[{variables[-3]}], or sum it"
             )
         return symbol.expr
 
     def _returned(self, function: Callable[..., Any], result: Any) -> Symbol:
         if not isinstance(result, (Symbol, Tensor, *NUMBERS)) and not is_numpy_number(result):
-            raise TraceError(f"{_name(function)} returned {type(result).__name__}; it must return one number for each pair of positions")
+            raise TraceError(
+                f"{definition(function)}{_name(function)} returned {type(result).__name__}; "
+                "it must return one number for each pair of positions"
+            )
         return self.symbol(result)
 
     def symbol(self, value: Any) -> Symbol:

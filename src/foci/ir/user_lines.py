@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["PYTHON_ERRORS", "Location", "complaint", "find_location", "user_frame"]
+__all__ = ["PYTHON_ERRORS", "Location", "closed_over", "complaint", "definition", "find_location", "user_frame"]
 
 PYTHON_ERRORS: Final = (
     ("does not support ufuncs", "a function of NumPy", "use the function of torch of that name"),
@@ -60,6 +62,25 @@ def find_location(traceback: TracebackType | None) -> Location | None:
             found = Location(file, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
+
+
+def definition(function: Callable[..., Any]) -> str:
+    """The file and line of a function, `file:line: `, or nothing for one that has no Python code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+
+
+def closed_over(function: Callable[..., Any]) -> str:
+    """The name of a tensor with dimensions that a function closes over or reads as a global, `tensor` if none is found."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return "tensor"
+    values = {name: getattr(function, "__globals__", {}).get(name) for name in code.co_names}
+    for name, cell in zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # a cell that has no value yet
+            values[name] = cell.cell_contents
+    return next((name for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim() > 0), "tensor")
 
 
 def complaint(what: str, instead: str = "", location: Location | None = None) -> str:
