@@ -17,7 +17,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from hopper_attention import Row, about, choice_of, peers_of, timed
+from hopper_attention import Row, choice_of, peers_of, timed
+from measure import facts
 
 CALLS = 10
 SIDES = ("foci", "cudnn")
@@ -93,9 +94,9 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
             pool.map(fill, random.Random(0).sample(SIZES, len(SIZES)), chunksize=1)
         return
-    facts = about()
+    machine = facts("cuda")
     for row in SIZES:
-        line = measure(row, facts)
+        line = measure(row, machine)
         if "OUT" in os.environ:
             with (Path(os.environ["OUT"]) / "dense_sizes.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-from measure import in_turns
+from measure import facts, in_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -371,15 +369,14 @@ def main() -> None:
     if options.names:
         todo.sort(key=lambda one: options.names.index(one[1].name))
     part, parts = map(int, (options.compile or options.part).split("/"))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    about = {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    machine = facts("cuda")
     out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
     for number, row in todo[part::parts]:
         names = (*options.backends.split(","), *(() if options.no_peers else row.peers))
         found = measure(row, names, only_compile=bool(options.compile), lock=options.lock)
         if out is not None:
             with out.open("a") as file:
-                file.writelines(json.dumps({"number": number} | each | about) + "\n" for each in found.values())
+                file.writelines(json.dumps({"number": number} | each | machine) + "\n" for each in found.values())
         b, h, s, d = row.shape
         shown = "  ".join(
             f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}"

@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import in_turns
+from measure import facts, in_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -328,13 +327,6 @@ def fill(rows: list[Row], peers: list[str], processes: int) -> None:
             alive -= 1
 
 
-def about() -> dict[str, str]:
-    import triton
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {"commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backward", action="store_true", help="time the backward pass, not the forward")
@@ -357,7 +349,7 @@ def main() -> None:
     if options.compile:
         fill(rows, options.peers.split(","), max(2, (os.cpu_count() or 2) - 2))
         return
-    name, facts = "backward" if options.backward else "forward", about()
+    name, machine = "backward" if options.backward else "forward", facts("cuda")
     for row in rows:
         found, choice = timed(peers_of(row, backward=options.backward), calls=row.calls), choice_of(row, backward=options.backward)
         rates = {who: flops(row, backward=options.backward) / ms / 1e9 for who, ms in found.items()}
@@ -365,7 +357,7 @@ def main() -> None:
             line = {"row": row.name, "shape": row.shape, "who": who, f"{name}_ms": ms, f"{name}_tflops": rates[who], "choice": choice}
             if "OUT" in os.environ:
                 with (Path(os.environ["OUT"]) / f"hopper_{name}.jsonl").open("a") as file:
-                    file.write(json.dumps(line | facts) + "\n")
+                    file.write(json.dumps(line | machine) + "\n")
         shown = "  ".join(f"{who} {rate:.0f}" for who, rate in rates.items())
         print(f"{row.name:17s} {','.join(map(str, row.shape)):16s} {shown}  ({choice} chosen)", flush=True)
 
