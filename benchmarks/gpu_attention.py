@@ -36,6 +36,7 @@ import foci
 from foci import masks, scores
 from foci.backends import load
 from foci.backends.contract import Plan
+from foci.backends.repeat_passes import repeat_backward, repeat_forward
 from foci.planner import find_target
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 from foci.trace_functions import bind
@@ -205,10 +206,10 @@ def ours(row: Row, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
     if reason:
         raise NotImplementedError(reason)
     kernel = load(backend).build(Plan(backend, problem, target))
-    results = kernel.forward(operands)
+    forward = repeat_forward(operands, kernel)
     if not problem.needs_backward:
-        return lambda: kernel.forward(operands), lambda: None
-    return lambda: kernel.forward(operands), lambda: kernel.backward(operands, results, Cotangents(dout))
+        return forward, lambda: None
+    return forward, repeat_backward(operands, kernel.forward(operands), Cotangents(dout), kernel)
 
 
 def _timed_pair(function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -27,6 +27,7 @@ from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.schedules import Schedule, shared_bytes
 from foci.backends.gpu.tile_tables import operand_sequences
+from foci.backends.repeat_passes import repeat_forward
 from foci.backends.triton.kernel import build_kernel
 from foci.planner import find_target
 from foci.problem import Formula, Operands, Outputs, Problem
@@ -96,7 +97,7 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     kernel.schedules[kind] = schedule
     kernel.schedules.update(dict.fromkeys(SAME.get(kind, ()), schedule))
     if kind == "forward":
-        return lambda: kernel.forward(operands)
+        return repeat_forward(operands, kernel)
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
     grads = [torch.empty_like(t) for t in (operands.query, operands.key, operands.value)]

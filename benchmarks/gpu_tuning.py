@@ -20,6 +20,7 @@ import triton
 from gpu_attention import DEVICE, Row, flops, planned, rows
 
 from foci.backends.contract import Plan
+from foci.backends.repeat_passes import repeat_backward, repeat_forward
 from foci.backends.triton.kernel import build_kernel
 from foci.backends.triton.tuning import Store, TunedKernel, list_candidates
 from foci.planner import find_target
@@ -53,7 +54,7 @@ def compile_all(row: Row, part: int, parts: int) -> None:
 
 def milliseconds(kernel: Any, operands: Any, results: Any, dout: torch.Tensor) -> list[float]:
     """Of forward and backward."""
-    passes = (lambda: kernel.forward(operands), lambda: kernel.backward(operands, results, Cotangents(dout)))
+    passes = (repeat_forward(operands, kernel), repeat_backward(operands, results, Cotangents(dout), kernel))
     return [triton.testing.do_bench(run, warmup=15, rep=80, return_mode="median") for run in passes]
 
 

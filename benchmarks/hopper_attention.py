@@ -35,6 +35,7 @@ import foci
 from foci import masks
 from foci.backends import load
 from foci.backends.contract import Plan
+from foci.backends.repeat_passes import repeat_backward, repeat_forward
 from foci.planner import choose, find_target
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, bucket
 from foci.trace_functions import Bound, bind
@@ -137,11 +138,10 @@ def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[s
     operands = Operands(query, key, value, *numbers, **jagged)
     kernel = planned(name, asked_of(tensors, bound, jagged, dropout, backward=backward))
     if not backward:
-        return lambda: kernel.forward(operands)
+        return repeat_forward(operands, kernel)
     results = kernel.forward(operands)
     # laid out as the result is, tokens first, which is what a model's next layer passes back
-    cotangents = Cotangents(torch.randn_like(results.out))
-    return lambda: kernel.backward(operands, results, cotangents)
+    return repeat_backward(operands, results, Cotangents(torch.randn_like(results.out)), kernel)
 
 
 def tensors_of(row: Row, lengths: list[int], device: torch.device = DEVICE) -> list[Tensor]:

@@ -32,6 +32,7 @@ from foci.backends.gpu.schedules import (
     shared_bytes,
     vector_bytes,
 )
+from foci.backends.repeat_passes import repeat_backward, repeat_forward
 from foci.problem import Cotangents, Gradients, Operands, OptionalTensors, Program, Results
 
 __all__ = ["Scheduled", "Store", "TunedKernel", "list_candidates", "tuning_key"]
@@ -132,20 +133,6 @@ _Repeat = Callable[[Scheduled], Callable[[], object]]
 """Gives for a kernel the pass to time, without the host's work of a first call."""
 
 
-def _repeat_forward(operands: Operands, kernel: Scheduled) -> Callable[[], object]:
-    program = Program()
-    o = replace(operands, program=program)
-    kernel.forward(o)
-    return lambda: kernel.launch_forward(program, o.tensors, o.optional) or kernel.forward(o)
-
-
-def _repeat_backward(operands: Operands, results: Results, cotangents: Cotangents, kernel: Scheduled) -> Callable[[], object]:
-    program = Program()
-    o, given = replace(operands, program=program), Given(results.out, results.lse, cotangents.out, cotangents.lse)
-    kernel.backward(o, results, cotangents)
-    return lambda: kernel.launch_backward(program, o.tensors, o.optional, given) or kernel.backward(o, results, cotangents)
-
-
 class TunedKernel(Kernel):
     """Times the candidates of each kernel at its first launch, unless the store has a choice.
 
@@ -174,13 +161,13 @@ class TunedKernel(Kernel):
         """Attention of the operands."""
         self._begin(operands)
         results = self.kernel.forward(operands)
-        return self.kernel.forward(operands) if self._settle(operands, functools.partial(_repeat_forward, operands)) else results
+        return self.kernel.forward(operands) if self._settle(operands, functools.partial(repeat_forward, operands)) else results
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
         self._begin(operands)
         gradients = self.kernel.backward(operands, results, cotangents)
-        repeat = functools.partial(_repeat_backward, operands, results, cotangents)
+        repeat = functools.partial(repeat_backward, operands, results, cotangents)
         return self.kernel.backward(operands, results, cotangents) if self._settle(operands, repeat) else gradients
 
     def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
