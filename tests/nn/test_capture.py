@@ -1,5 +1,7 @@
 """Captured modules against themselves, by an engine that runs a recording's function again where CUDA would replay a graph."""
 
+import threading
+
 import pytest
 import torch
 from capturing import FF, E, H, assert_same, decoder, encoder, graded, padding, rand, twins
@@ -202,20 +204,40 @@ def test_extra_keys():
     assert_same(graded(captured, [rand(3, 40, E)], **given), graded(model, [rand(3, 40, E)], **given))
 
 
-def test_no_graph_is_freed_while_another_is_captured(monkeypatch):
+@pytest.fixture
+def freed(monkeypatch):
+    """Fake CUDA graphs, and a list that each of them joins when it is freed."""
+
     class Graph:
         def __del__(self):
-            freed.append(capturing)
+            freed.append(self)
 
-    freed, capturing = [], False
+    freed = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(graphs, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(graphs, "_unfreed", [])
+    return freed
+
+
+def test_no_graph_is_freed_while_another_is_captured(freed, monkeypatch):
     one, other = graphs._Graph(), graphs._Graph()
+    monkeypatch.setattr(graphs, "is_capturing", lambda: False)
     del one
-    assert freed == [False]
-    capturing = True
+    assert len(freed) == 1
+    monkeypatch.setattr(graphs, "is_capturing", lambda: True)
     del other
-    assert freed == [False]
-    capturing = False
+    assert len(freed) == 1
     graphs._Graph()
-    assert freed == [False, False, False]  # the one that was kept, and the last one
+    assert len(freed) == 2  # the one that was kept; the last one is kept now
+
+
+def test_no_graph_is_freed_in_another_thread_which_cannot_know_who_captures(freed, monkeypatch):
+    monkeypatch.setattr(graphs, "is_capturing", lambda: False)
+    owner = [graphs._Graph()]
+    thread = threading.Thread(target=owner.clear)
+    thread.start()
+    thread.join()
+    assert not freed
+    last = graphs._Graph()
+    assert len(freed) == 1
+    del last
+    assert len(freed) == 2

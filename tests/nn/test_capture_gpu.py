@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -254,3 +255,27 @@ def test_within_a_graph_of_the_callers():
             out = captured(x, src_key_padding_mask=hidden)
         graph.replay()
     assert_same([out], [wanted])
+
+
+def test_graphs_dropped_in_another_thread_leave_a_capture_alone():
+    """The garbage collector may run in a thread that compiles, while the caller's thread captures a graph of its own."""
+    model, captured = twins()
+    x, hidden = rand(B, S, E), padding(*LENGTHS[0])
+    with torch.no_grad():
+        captured(x, src_key_padding_mask=hidden)
+        owner = [captured]
+        del captured
+
+        def drop():
+            owner.clear()
+            gc.collect()
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            thread = threading.Thread(target=drop)
+            thread.start()
+            thread.join()
+            out = x * 2
+        graph.replay()
+    assert not owner
+    assert_same([out], [x * 2])

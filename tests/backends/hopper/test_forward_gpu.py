@@ -434,7 +434,7 @@ def test_heads_side_by_side_and_tokens_first():
 # SDPA-12
 def test_rows_at_odd_addresses_are_declined_and_solved_elsewhere():
     query = torch.randn(1, 2, 64, 72, device="cuda", dtype=torch.bfloat16)[..., 4:68]
-    with foci.use("hopper"), pytest.raises(foci.NoViableBackend, match="multiples of 16 bytes"):
+    with foci.use("hopper"), pytest.raises(foci.NoViableBackend, match="16-byte aligned"):
         foci.attention(query, query, query)
     with foci.observe() as log:
         assert foci.attention(query, query, query).isfinite().all()

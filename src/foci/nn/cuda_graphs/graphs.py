@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -59,22 +60,25 @@ class _Pool(NamedTuple):
 
 
 class _Graph:
-    """A CUDA graph that is not freed during a capture, which CUDA would invalidate. The garbage collector may drop it at any time."""
+    """A CUDA graph that is not freed during a capture, which CUDA would invalidate. The garbage collector may drop it at any time, and in
+    any thread, such as one that compiles for the thread that captures."""
 
     def __init__(self) -> None:
         _unfreed.clear()
         self.graph: Any = torch.cuda.CUDAGraph()
+        self._thread = threading.get_ident()
 
     def replay(self) -> None:
         self.graph.replay()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and is_capturing():
+        # whether another thread captures, only that thread can ask
+        if not sys.is_finalizing() and (is_capturing() or threading.get_ident() != self._thread):
             _unfreed.append(self.graph)
 
 
 _unfreed: Final[list[Any]] = []
-"""CUDA graphs that were dropped during a capture; the next recording frees them."""
+"""CUDA graphs that were dropped during a capture, or in another thread than their own; the next recording frees them."""
 
 
 class _CudaGraphs:
