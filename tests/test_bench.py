@@ -258,6 +258,7 @@ def test_wrong_names_are_named(options, words):
 
 
 def test_a_picture_names_every_peer():
-    from foci.cli.bench.report import _NAMES
+    from foci.cli.bench.report import _MARKERS, _NAMES
 
     assert {name.lower() for name in calls.PEERS} <= set(_NAMES)
+    assert len(set(_MARKERS)) == len(_MARKERS) == len(_NAMES) + 1

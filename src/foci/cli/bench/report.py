@@ -23,7 +23,9 @@ _NAMES: Final = {
     "varlen": "torch varlen_attn",
     "nested": "torch SDPA of a NestedTensor",
 }
-"""Peers as a picture names them, by what results call them in small letters."""
+"""Peers as a picture names them, by what results call them in small letters. A peer's place is its color and marker in every picture."""
+_MARKERS: Final = "os>v<^DP*X"
+"""One for each peer, and one for others."""
 
 
 def table(lines: Sequence[Line], title: str) -> Table:
@@ -92,16 +94,17 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
     for side, (axis, direction) in enumerate(zip(axes, ("forward", "backward"), strict=True)):
-        for i, name in enumerate(names):
+        for name in names:
             points = [(pair[side], rows.index((line.case, line.sizes))) for line, pair in found if line.who == name]
             points = [(x, y) for x, y in points if x is not None]
+            place = list(_NAMES).index(name.lower()) if name.lower() in _NAMES else len(_NAMES)
             axis.scatter(
                 [x for x, _ in points],
                 [y for _, y in points],
                 s=34,
                 label=_NAMES.get(name.lower(), name),
-                color=f"C{i}",
-                marker="osD^vP*X"[i % 8],
+                color=f"C{place}",
+                marker=_MARKERS[place],
                 zorder=3,
             )
         axis.axvline(1.0, color="#555555", linewidth=1)
