@@ -94,6 +94,9 @@ def cases(device: str) -> dict[str, Case]:
             lambda *_: foci.scaled_dot_product_attention(*rows), lambda *_: sdpa(*dense), dense, is_trained=False
         ),
         "paged_attention": Case(lambda q: foci.paged_attention(q, *pages, table, lengths), lambda q: sdpa(q, k, v), (q,), is_trained=False),
+        "paged_attention, one query": Case(
+            lambda q: foci.paged_attention(q, *pages, table, lengths), lambda q: sdpa(q, k, v), (q[:, :, -1:],), is_trained=False
+        ),
         "transformers": Case(
             lambda *t: attention_forward(module, *t, None)[0],
             lambda *t: sdpa(*t, is_causal=True).transpose(1, 2).contiguous(),

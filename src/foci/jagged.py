@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foci.compat.nested import KINDS, known_extremes, length_extremes, ragged_dim
+from foci.compat.nested import KINDS, inner_values, known_extremes, length_extremes, ragged_dim
 from foci.compat.torch import disabled_torch_function_subclass
 from foci.core import Function, Tensors, decision
 from foci.dispatch import run
@@ -83,6 +83,9 @@ def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
 def count_heads(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
     dim = 1 if not is_nested(query) or ragged_dim(query) > 1 else 2
+    if type(query) in KINDS:  # its values, which lack the batch, tell without a call of torch's Python
+        values: Tensor = inner_values(query)
+        return values.shape[dim - 1] if values.dim() > dim + 1 else 1
     return query.shape[dim] if query.dim() > dim + 2 else 1
 
 
