@@ -110,6 +110,8 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
         TypeError: for a score that is no function, or a bias that is no floating tensor.
         ValueError: for a score of another number of heads, or a bias of a wrong shape or device.
     """
+    if score is None and bias is None:
+        return None
     given: Any = score
     if given is scores.alibi_slopes or (isinstance(given, tuple) and all(isinstance(slope, float) for slope in given)):
         raise TypeError(
