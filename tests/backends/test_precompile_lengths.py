@@ -16,6 +16,7 @@ import foci
 from foci import execution
 from foci import precompile_lengths as ahead
 from foci.backends.gpu import precompile_backward
+from foci.backends.gpu.kernel import GpuKernel
 from foci.compat.triton import COMPILE_OPTIONS
 from foci.operator import autograd
 
@@ -53,6 +54,7 @@ def precompiled(arch, problem, monkeypatch):
 
 # START-01
 @pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+@pytest.mark.filterwarnings("error:foci cannot compile")
 @pytest.mark.parametrize("problem", make_problems(), ids=str)
 def test_other_sizes_need_no_other_kernel(problem: Problem, arch, monkeypatch):
     known = precompiled(arch, problem, monkeypatch)
@@ -75,3 +77,13 @@ UNFUSED = ("varlen document", "block mask", "learned slopes, block mask", "learn
 def test_the_short_kernels_of_a_backward_are_one_for_all_sizes(problem, monkeypatch):
     kernels = by_name(precompiled(90, problem, monkeypatch))
     assert [len(kernels[name]) for name in ("finish_query_gradient", "begin_gradients")] == [1, 2 if problem.kind == "plain" else 1]
+
+
+def test_a_failure_ahead_is_told(monkeypatch):
+    def fail(*_):
+        raise NameError("no such kernel")
+
+    monkeypatch.setattr(GpuKernel, "_build_ahead", fail)
+    problem = next(problem for problem in make_problems() if problem.kind == "plain")
+    with pytest.warns(RuntimeWarning, match=r"cannot compile the kernels of \d+ queries and \d+ keys ahead.*NameError: no such kernel"):
+        precompiled(80, problem, monkeypatch)

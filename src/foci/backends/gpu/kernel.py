@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foci.backends.contract import Given, Kernel
+from foci.backends.contract import Given, Kernel, Unbuildable
 from foci.backends.gpu.allocate import no_gradients
 from foci.backends.gpu.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
 from foci.backends.gpu.captured_grad import find_query_tile_bias
@@ -122,10 +123,20 @@ class GpuKernel(RepeatablePasses, Kernel):
         """See `foci.backends.contract.Kernel`. Operands have query, key, value and offsets on the device "meta"."""
         with compile_in_parallel():
             for kernel, operands in calls:
-                # a call of these lengths raises the same error, where somebody sees it
-                with suppress(Exception):
-                    if isinstance(kernel, GpuKernel):
-                        kernel._build_ahead(operands)
+                if not isinstance(kernel, GpuKernel):
+                    continue
+                try:
+                    kernel._build_ahead(operands)
+                except Unbuildable:  # a call of these lengths says so
+                    continue
+                except Exception as error:
+                    lengths = f"{operands.query.shape[2]} queries and {operands.key.shape[2]} keys"
+                    warnings.warn(
+                        f"foci cannot compile the kernels of {lengths} ahead, so a call of these lengths waits for them: "
+                        f"{type(error).__name__}: {error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def _build_ahead(self, operands: Operands) -> None:
         sequences = meta_sequences(operands)
