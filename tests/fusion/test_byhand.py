@@ -13,7 +13,7 @@ import foci
 from compiled import resize, several
 from foci.fusion.emit import Sizes
 from foci.fusion.fx_utils import as_call
-from foci.fusion.manual_softmax import without_softmaxes_by_hand
+from foci.fusion.manual_softmax import MASK_RULES, QUOTIENT_RULES, without_softmaxes_by_hand
 
 Q, K, V = qkv(9)
 KEEP = lengths_mask(9)
@@ -177,6 +177,53 @@ def test_the_second_of_two_equal_chains_goes_too():
     module = graph_of(attend, Q, K, V)
     rewritten(module)
     assert [as_call(n).name for n in module.graph.nodes if as_call(n)].count("matmul") == 2
+
+
+def expression(text, names):
+    return eval(f"lambda {', '.join(names)}: {text}", {"torch": torch, "F": F})
+
+
+def quotient(text):
+    """Attention whose weights are an expression of the scores."""
+    weigh = expression(text, ["s"])
+    return lambda q, k, v: weigh(scores(q, k)) @ v
+
+
+def masked_quotient(text):
+    """Attention whose weights are an expression of exponentials and a mask, over its sum."""
+    mask = expression(text, ["e", "keep"])
+
+    def attend(q, k, v, keep):
+        e = mask(scores(q, k).exp(), keep[:, None, None])
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    return attend
+
+
+def names_of(module):
+    return [call.name for n in module.graph.nodes if (call := as_call(n)) is not None]
+
+
+@pytest.mark.parametrize(("rule", "text"), [(rule, text) for rule in QUOTIENT_RULES for text in rule.examples])
+def test_a_row_of_quotients_is_a_softmax(rule, text):
+    assert set(names_of(graph_of(quotient(text), Q, K, V))) & set(rule.names)
+    assert_softmax(quotient(text))
+
+
+@pytest.mark.parametrize(("rule", "text"), [(rule, text) for rule in MASK_RULES for text in rule.examples])
+def test_a_row_of_masks_is_a_mask_of_a_softmax(rule, text):
+    assert set(names_of(graph_of(masked_quotient(text), Q, K, V, KEEP))) & set(rule.names)
+    assert_softmax(masked_quotient(text), Q, K, V, KEEP)
+
+
+@pytest.mark.parametrize("text", [text for rule in QUOTIENT_RULES for text in rule.counterexamples])
+def test_a_quotient_that_looks_alike_stays(text):
+    assert "softmax" not in names_of(rewritten(graph_of(quotient(text), Q, K, V)))
+
+
+@pytest.mark.parametrize("text", [text for rule in MASK_RULES for text in rule.counterexamples])
+def test_a_mask_that_looks_alike_stays(text):
+    assert "softmax" not in names_of(rewritten(graph_of(masked_quotient(text), Q, K, V, KEEP)))
 
 
 def rewritten(module):

@@ -13,7 +13,9 @@ from fusing import fused, learned, qkv, reasons
 from spelling_harness import graph_of
 from torch import fx
 
-from foci.fusion import constructors, products, views, weights
+from foci.fusion import concat_scores, constructors, products, views, weights
+from foci.fusion.concat_scores import join_products
+from foci.fusion.emit import Sizes
 from foci.fusion.functionalize import without_writes
 from foci.fusion.fx_utils import as_call, source_location
 from foci.fusion.indices import Digit, NoRule, regroup
@@ -288,6 +290,41 @@ def test_what_may_not_stand_there(text):
     backend = fused(attention_through(text), *learned(*qkv()))
     assert not any(site.fused for site in backend.sites)
     assert all(reasons(backend))
+
+
+def summed(text):
+    """The graph of an expression of two products, and the sums in it that became one product."""
+    function, _ = function_of(text, {"s": None, "t": None})
+    reads_both = len(inspect.signature(function).parameters) == 2
+    tensors = [torch.randn(2, 3, 40, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+
+    def compute(q, k, other_q, other_k):
+        return function(q @ k.mT, other_q @ other_k.mT) if reads_both else function(q @ k.mT)
+
+    module = graph_of(compute, *tensors)
+    return (
+        module,
+        compute(*tensors),
+        tensors,
+        join_products(module.graph, list(reversed(module.graph.nodes))[1:], Sizes(module.graph), None),
+    )
+
+
+@pytest.mark.parametrize(("rule", "text"), [(rule, text) for rule in concat_scores.RULES for text in rule.examples])
+def test_a_sum_of_products_becomes_one(rule, text):
+    module, want, tensors, joined = summed(text)
+    assert set(operations(module)) & set(rule.names)
+    assert len(joined) == 1
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    assert sum(as_product(node) is not None for node in module.graph.nodes) == 1
+    torch.testing.assert_close(module(*tensors), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", [text for rule in concat_scores.RULES for text in rule.counterexamples])
+def test_other_sums_keep_their_products(text):
+    *_, joined = summed(text)
+    assert not joined
 
 
 def names(module):

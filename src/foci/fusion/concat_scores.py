@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from foci.compat.fake import FakeTensorMode
 from foci.fusion.emit import Emitter, Sizes
 from foci.fusion.fx_utils import (
     CASTS,
+    Call,
     Size,
     as_call,
     fixed_number,
@@ -34,8 +35,9 @@ from foci.fusion.fx_utils import (
 from foci.fusion.products import Product, as_product
 from foci.fusion.replacing import erase
 from foci.fusion.symbolic_element import stops_gradient
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["Joined", "join_products"]
+__all__ = ["RULES", "Joined", "join_products"]
 
 _MOST_TERMS: Final = 16
 _MOST_FEATURES: Final = 512
@@ -179,24 +181,65 @@ def _summands(node: fx.Node, factor: float) -> list[tuple[fx.Node, float] | _Ter
         if product.addend is None or not alpha or not beta:
             return None
         return [_Term(node, factor * alpha, product), (product.addend, factor * beta)]
-    if call is None or call.in_place or not call.args:
+    rule = None if call is None or call.in_place or not call.args else _SUMS.get(call.name)
+    terms = None if call is None or rule is None else rule(call, node)
+    return None if terms is None else [(term, factor * weight) for term, weight in terms]
+
+
+# ---- what a sum passes through ----
+
+Weighted: TypeAlias = list[tuple[fx.Node, float]]
+"""Nodes of a sum, each with its factor."""
+Reader: TypeAlias = Callable[[Call, fx.Node], Weighted | None]
+"""Reads a node as a sum of others; None where it is none."""
+
+
+def _cast(call: Call, node: fx.Node) -> Weighted | None:
+    source = call.args[0]
+    if not is_tensor(source):
+        return None
+    return [(source, 1.0)] if torch.promote_types(node_dtype(source), node_dtype(node)) == node_dtype(node) else None
+
+
+def _negative(call: Call, node: fx.Node) -> Weighted | None:
+    return [(call.args[0], -1.0)]
+
+
+def _added(call: Call, node: fx.Node) -> Weighted | None:
+    if len(call.args) != 2 or set(call.kwargs) - {"alpha"} or not all(map(is_tensor, call.args)):
+        return None
+    alpha = _constant(call.kwargs.get("alpha", 1))
+    return [(call.args[0], 1.0), (call.args[1], alpha * (1 if call.name == "add" else -1))] if alpha else None
+
+
+def _scaled(call: Call, node: fx.Node) -> Weighted | None:
+    if len(call.args) != 2 or call.kwargs:
         return None
     numbers = [_constant(arg) for arg in call.args]
-    if call.name in CASTS and isinstance(call.args[0], fx.Node) and is_tensor(call.args[0]):
-        wide = torch.promote_types(node_dtype(call.args[0]), node_dtype(node)) == node_dtype(node)
-        return [(call.args[0], factor)] if wide else None
-    if call.name == "neg":
-        return [(call.args[0], -factor)]
-    if len(call.args) != 2 or set(call.kwargs) - {"alpha"}:
+    if sum(number is not None for number in numbers) != 1:
         return None
-    if call.name in ("add", "sub") and all(map(is_tensor, call.args)):
-        alpha = _constant(call.kwargs.get("alpha", 1))
-        return [(call.args[0], factor), (call.args[1], factor * alpha * (1 if call.name == "add" else -1))] if alpha else None
-    if call.name == "mul" and sum(number is not None for number in numbers) == 1:
-        number = numbers[0] if numbers[1] is None else numbers[1]
-        assert number is not None
-        return [(next(arg for arg in call.args if is_tensor(arg)), factor * number)] if number else None
-    return [(call.args[0], factor / numbers[1])] if call.name == "div" and numbers[1] else None
+    number = numbers[0] if numbers[1] is None else numbers[1]
+    return [(next(arg for arg in call.args if is_tensor(arg)), number)] if number else None
+
+
+def _divided(call: Call, node: fx.Node) -> Weighted | None:
+    number = _constant(call.args[1]) if len(call.args) == 2 and not call.kwargs and is_tensor(call.args[0]) else None
+    return [(call.args[0], 1 / number)] if number else None
+
+
+# Examples are of `s` and `t`, two products of one shape.
+RULES: Final[tuple[Rule[Reader], ...]] = (
+    Rule(("add", "sub"), "a sum, or a difference, of tensors of one shape", _added,
+         ("s + t", "s - t", "torch.add(s, t, alpha=0.5)", "torch.sub(s, t, alpha=2)"),
+         ("s + t[:, :, :1]", "torch.add(s, t, alpha=0)")),
+    Rule(("neg",), "the negative of a sum", _negative, ("-s + t", "-(s + t) + s"), ("s.abs() + t",)),
+    Rule(("mul",), "a sum times a number that is not zero", _scaled, ("s * 2 + t", "0.5 * (s + t) + s"), ("s * t + t", "s * 0 + t")),
+    Rule(("div",), "a sum divided by a number", _divided, ("s / 2 + t", "(s - t) / 3 + s"), ("2 / s + t", "s / t + t")),
+    Rule(tuple(sorted(CASTS)), "a sum in a dtype that holds each of its values", _cast, ("s.float() + t", "(s + t).double() + s.double()"),
+         ("s.half().float() + t",)),
+)  # fmt: skip
+
+_SUMS: Final[Mapping[str, Reader]] = by_name(RULES)
 
 
 def _constant(arg: Any) -> float | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
@@ -28,8 +28,9 @@ from foci.fusion.row_statistics import atoms, is_over, less_logsumexp, moved, nu
 from foci.fusion.value_numbering import Values
 from foci.fusion.weights import BETWEEN, as_softmax
 from foci.ir import expr as ir
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["without_softmaxes_by_hand"]
+__all__ = ["MASK_RULES", "QUOTIENT_RULES", "without_softmaxes_by_hand"]
 
 
 def without_softmaxes_by_hand(graph: fx.Graph, sizes: Sizes, mode: FakeTensorMode | None) -> None:
@@ -98,27 +99,76 @@ class _Sum:
     chain: list[fx.Node] = field(default_factory=list)
 
 
+Quotients: TypeAlias = Callable[[fx.Node, Call], Iterator[_Quotient]]
+"""Gives the ways in which a node of a call may be a softmax by hand."""
+
+
+def _softmin(node: fx.Node, call: Call) -> Iterator[_Quotient]:
+    if is_tensor(call.argument(0, "input")):
+        yield _Quotient(node, node, node, False, atoms(node_shape(node)))
+
+
+def _divided_by_norm(node: fx.Node, call: Call) -> Iterator[_Quotient]:
+    if fixed_number(call.argument(1, "p", 2.0)) == 1:
+        yield _Quotient(node, call.args[0], node, False, atoms(node_shape(node)))
+
+
+def _divided(node: fx.Node, call: Call) -> Iterator[_Quotient]:
+    if _has_two_tensors(call):
+        yield from _of_operands(node, call.args[0], call.args[1], inverted=False)
+
+
+def _multiplied(node: fx.Node, call: Call) -> Iterator[_Quotient]:
+    if _has_two_tensors(call):
+        for top, bottom in (call.args, call.args[::-1]):
+            yield from _of_operands(node, top, bottom, inverted=True)
+
+
+def _has_two_tensors(call: Call) -> bool:
+    return len(call.args) == 2 and not call.kwargs and all(map(is_tensor, call.args))
+
+
+def _of_operands(node: fx.Node, top: fx.Node, bottom: fx.Node, *, inverted: bool) -> Iterator[_Quotient]:
+    """A quotient of the operands themselves, and where `top` is a product, of each of its operands."""
+    index = atoms(node_shape(node))
+    if not same_shape(top, node):
+        return
+    yield _Quotient(node, top, bottom, inverted, index)
+    product = as_product(top)
+    if product is not None and _is_plain(product):
+        at = dict(zip(product.out, index, strict=True))
+        for side in (0, 1):
+            index_of_top = tuple(() if name is None else at.get(name, _SUMMED) for name in product.labels[side])
+            yield _Quotient(node, product.operands[side], bottom, inverted, index_of_top, replace(product, node=top))
+
+
+# Examples are of `s`, scores, in float32. They stand for torch.softmax(s, -1), or softmin's.
+QUOTIENT_RULES: Final[tuple[Rule[Quotients], ...]] = (
+    Rule(("softmin",), "softmax of the negative scores", _softmin, ("F.softmin(s, -1)",), ("F.softmin(s, None)",)),
+    Rule(("normalize",), "exponentials over their norm of order 1", _divided_by_norm,
+         ("F.normalize((s - s.amax(-1, keepdim=True)).exp(), p=1, dim=-1)",),
+         ("F.normalize((s - s.amax(-1, keepdim=True)).exp(), dim=-1)", "F.normalize(s, p=1, dim=-1)", "F.normalize(s.exp(), p=1, dim=-1)",
+          "F.normalize((s - s.amax(-1, keepdim=True)).exp(), p=1, dim=-1, eps=2.0)")),
+    Rule(("div",), "exponentials over their sum", _divided,
+         ("s.exp() / s.exp().sum(-1, keepdim=True)", "torch.exp(s) / s.exp().sum(-1).unsqueeze(-1)",
+          "(s - s.amax(-1, keepdim=True)).exp() / ((s - s.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True) + 1e-12)"),
+         ("s.exp() / s.exp().sum(-1)[:, :, None]", "s.exp() / s.exp2().sum(-1, keepdim=True)",
+          "s.exp() / (s.exp().sum(-1, keepdim=True) + 2)", "s.exp() / s.exp().mean(-1, keepdim=True)",
+          "s.sum(-1, keepdim=True) / s.exp()")),
+    Rule(("mul",), "exponentials times one over their sum", _multiplied,
+         ("s.exp() * s.exp().sum(-1, keepdim=True).reciprocal()", "(1 / s.exp().sum(-1, keepdim=True)) * s.exp()"),
+         ("s.exp() * s.exp().sum(-1, keepdim=True)", "s.exp() * (2 / s.exp().sum(-1, keepdim=True))")),
+)  # fmt: skip
+
+_QUOTIENTS: Final[Mapping[str, Quotients]] = by_name(QUOTIENT_RULES)
+
+
 def _quotients(node: fx.Node) -> Iterator[_Quotient]:
     """The ways in which a node may be a softmax by hand."""
     call = as_call(node)
-    if call is None or not is_tensor(node) or call.in_place:
-        return
-    index = atoms(node_shape(node))
-    if call.name == "softmin" and is_tensor(call.argument(0, "input")):
-        yield _Quotient(node, node, node, False, index)
-    if call.name == "normalize" and fixed_number(call.argument(1, "p", 2.0)) == 1:
-        yield _Quotient(node, call.args[0], node, False, index)
-    if call.name not in ("div", "mul") or len(call.args) != 2 or call.kwargs or not all(map(is_tensor, call.args)):
-        return
-    for top, bottom in ((call.args[0], call.args[1]), (call.args[1], call.args[0]))[: 1 if call.name == "div" else 2]:
-        if same_shape(top, node):
-            yield _Quotient(node, top, bottom, call.name == "mul", index)
-        product = as_product(top)
-        if product is not None and same_shape(top, node) and _is_plain(product):
-            at = dict(zip(product.out, index, strict=True))
-            for side in (0, 1):
-                index_of_top = tuple(() if name is None else at.get(name, _SUMMED) for name in product.labels[side])
-                yield _Quotient(node, product.operands[side], bottom, call.name == "mul", index_of_top, replace(product, node=top))
+    rule = None if call is None or call.in_place or not is_tensor(node) else _QUOTIENTS.get(call.name)
+    if call is not None and rule is not None:
+        yield from rule(node, call)
 
 
 def _is_plain(product: Product) -> bool:
@@ -127,6 +177,7 @@ def _is_plain(product: Product) -> bool:
     return multiplies_operands and product.addend is None and product.alpha == 1 and len(product.node.users) == 1
 
 
+Unmasked: TypeAlias = tuple[fx.Node, fx.Node, bool]
 _SUMMED: Final = (Digit(ir.axis(-(1 << 20)), -1),)
 
 
@@ -244,18 +295,45 @@ def _raised(node: fx.Node, dims: tuple[int, ...], chain: list[fx.Node]) -> _Norm
     return None
 
 
-def _unmasked(call: Call) -> tuple[fx.Node, fx.Node, bool] | None:
+def _unmasked(call: Call) -> Unmasked | None:
     """(x, mask, truth that keeps) of a node that is x where it is kept and else zero."""
-    if call.name == "mul" and len(call.args) == 2 and all(map(is_tensor, call.args)):
+    rule = _MASKS.get(call.name)
+    return None if rule is None else rule(call)
+
+
+def _times_truth(call: Call) -> Unmasked | None:
+    if len(call.args) == 2 and all(map(is_tensor, call.args)):
         for x, other in (call.args, call.args[::-1]):
             if is_truth(other):
                 return x, other, True
-    if call.name == "masked_fill" and fixed_number(call.argument(2, "value")) == 0 and is_tensor(call.args[0]):
+    return None
+
+
+def _filled(call: Call) -> Unmasked | None:
+    if fixed_number(call.argument(2, "value")) == 0 and is_tensor(call.args[0]):
         return call.args[0], call.argument(1, "mask"), False
-    if call.name == "where" and len(call.args) == 3 and fixed_number(call.args[2]) == 0 and all(map(is_tensor, call.args[:2])):
+    return None
+
+
+def _where(call: Call) -> Unmasked | None:
+    if len(call.args) == 3 and fixed_number(call.args[2]) == 0 and all(map(is_tensor, call.args[:2])):
         condition, x = call.args[:2]
         return (x, condition, True) if node_dtype(condition) == torch.bool else None
     return None
+
+
+# Examples are of `e`, exponentials, and `keep`, a mask; what is made of both is divided by its sum.
+MASK_RULES: Final[tuple[Rule[Callable[[Call], Unmasked | None]], ...]] = (
+    Rule(("mul",), "exponentials times a mask, of truth or of zeros and ones", _times_truth, ("e * keep", "keep.float() * e"),
+         ("e * keep.float().exp()",)),
+    Rule(("masked_fill",), "exponentials, zero where the mask is true", _filled,
+         ("e.masked_fill(~keep, 0)", "torch.masked_fill(e, ~keep, 0.0)"),
+         ("e.masked_fill(~keep, 1)",)),
+    Rule(("where",), "exponentials, zero where the mask is false", _where, ("torch.where(keep, e, 0.0)",),
+         ("torch.where(keep, e, 1.0)", "torch.where(keep, 0.0, e)")),
+)  # fmt: skip
+
+_MASKS: Final[Mapping[str, Callable[[Call], Unmasked | None]]] = by_name(MASK_RULES)
 
 
 def _kept_from_zero(call: Call, node: fx.Node) -> fx.Node | None:
