@@ -85,14 +85,14 @@ _MOST_BETWEEN: Final = 4000
 
 def _between(sources: frozenset[fx.Node], until: fx.Node) -> frozenset[fx.Node]:
     """The nodes on the ways from `sources` to `until`, and others above it."""
-    found, stack = {until}, [until]
-    while stack and len(found) < _MOST_BETWEEN:
+    ancestors, stack = {until}, [until]
+    while stack and len(ancestors) < _MOST_BETWEEN:
         node = stack.pop()
         if node in sources or reads_only_shape(node):
             continue
-        stack += [n for n in node.all_input_nodes if n not in found]
-        found.update(node.all_input_nodes)
-    return frozenset(found)
+        stack += [n for n in node.all_input_nodes if n not in ancestors]
+        ancestors.update(node.all_input_nodes)
+    return frozenset(ancestors)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -98,9 +98,9 @@ class Compiler:
         return compiled
 
     def _with(self, mode: str | None, options: dict[str, Any]) -> Compiler:
-        own = {name: options.pop(name) for name in _OWN if name in options}
+        fields = {name: options.pop(name) for name in _OWN if name in options}
         merged = {**dict(self.options), **options}
-        return replace(self, mode=self.mode if mode is None else mode, options=tuple(merged.items()), **own)
+        return replace(self, mode=self.mode if mode is None else mode, options=tuple(merged.items()), **fields)
 
 
 def compile(

@@ -153,17 +153,17 @@ def _is_sum(node: fx.Node) -> bool:
 def _terms(node: fx.Node, within: set[fx.Node]) -> list[_Term]:
     """Terms of the sum; nodes that add and scale are added to `within`."""
     stack: list[tuple[fx.Node, float]] = [(node, 1.0)]
-    found: list[_Term] = []
+    terms: list[_Term] = []
     while stack:
         term, factor = stack.pop()
-        following = _summands(term, factor) if term is node or (_is_alike(term, node) and len(found) + len(stack) < _MOST_TERMS) else None
+        following = _summands(term, factor) if term is node or (_is_alike(term, node) and len(terms) + len(stack) < _MOST_TERMS) else None
         if following is None:
-            found.append(_Term(term, factor, as_product(term) if _is_alike(term, node) else None))
+            terms.append(_Term(term, factor, as_product(term) if _is_alike(term, node) else None))
             continue
         within.add(term)
-        found += [t for t in following if isinstance(t, _Term)]
+        terms += [t for t in following if isinstance(t, _Term)]
         stack += [t for t in reversed(following) if not isinstance(t, _Term)]
-    return found
+    return terms
 
 
 def _is_alike(term: fx.Node, total: fx.Node) -> bool:

@@ -49,10 +49,10 @@ def _filled(value: float | None) -> Maker:
         assert tensor is not None
         if isinstance(number, fx.Node) and is_tensor(number):
             return lift.element(number, ())
-        found = fixed_number(number)
-        if isinstance(found, torch.SymInt):
-            return cast(lift.number(found), element_dtype(tensor.dtype))
-        return _held(found, tensor.dtype)
+        fill = fixed_number(number)
+        if isinstance(fill, torch.SymInt):
+            return cast(lift.number(fill), element_dtype(tensor.dtype))
+        return _held(fill, tensor.dtype)
 
     return make
 

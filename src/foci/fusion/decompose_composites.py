@@ -24,12 +24,12 @@ def open_composites(graph: fx.Graph, mode: FakeTensorMode | None) -> frozenset[f
 
     Gives the nodes that took their place.
     """
-    made: set[fx.Node] = set()
+    inserted: set[fx.Node] = set()
     for node in list(graph.nodes):
         function = _COMPOSITES.get(node.target) if node.op == "call_function" else None
         if function is not None and not any(t.is_nested for t in map(example_tensor, node.all_input_nodes) if t is not None):
-            made |= _opened(graph, node, function, mode)
-    return frozenset(made)
+            inserted |= _opened(graph, node, function, mode)
+    return frozenset(inserted)
 
 
 _LIKE_ANOTHER: Final[Mapping[str, str]] = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
@@ -39,11 +39,11 @@ def name_sizes(graph: fx.Graph) -> None:
     """Gives views like another tensor that one's sizes, where they are fixed: scores that are asked for their shape are read by no one."""
     for node in graph.nodes:
         call = as_call(node)
-        made = example_tensor(node)
-        if call is None or made is None or call.name not in _LIKE_ANOTHER or not all(isinstance(n, int) for n in made.shape):
+        example = example_tensor(node)
+        if call is None or example is None or call.name not in _LIKE_ANOTHER or not all(isinstance(n, int) for n in example.shape):
             continue
         node.op, node.target = "call_method", _LIKE_ANOTHER[call.name]
-        node.args, node.kwargs = (call.argument(0, "self", call.kwargs.get("input")), *made.shape), {}
+        node.args, node.kwargs = (call.argument(0, "self", call.kwargs.get("input")), *example.shape), {}
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -108,14 +108,14 @@ def _opened(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], mode: 
 
 
 def _nodes(args: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(args, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(args, nodes.append)
+    return nodes
 
 
 def _inserted(graph: fx.Graph, node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> set[fx.Node]:
     table = dict(zip((n for n in body.nodes if n.op == "placeholder"), inputs, strict=True))
-    made: set[fx.Node] = set()
+    copies: set[fx.Node] = set()
     for inner in body.nodes:
         if inner.op == "placeholder":
             continue
@@ -128,11 +128,11 @@ def _inserted(graph: fx.Graph, node: fx.Node, body: fx.Graph, inputs: list[fx.No
             copy.target = torch.ops.aten.reshape.default
         copy.meta = {"example_value": inner.meta.get("val"), "stack_trace": node.stack_trace}
         table[inner] = copy
-        made.add(copy)
+        copies.add(copy)
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(table[results])
     for user in list(node.users):
         user.replace_all_uses_with(table[results[user.args[1]]])
         graph.erase_node(user)
     graph.erase_node(node)
-    return made
+    return copies

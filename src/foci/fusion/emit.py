@@ -99,9 +99,9 @@ class Emitter:
         return self._known[expr]
 
     def _built(self, expr: Any) -> Any:
-        found = self._sizes.find(expr)
-        if found is not None:
-            node, dim = found
+        source = self._sizes.find(expr)
+        if source is not None:
+            node, dim = source
             return node if dim is None else self.method("size", node, dim)
         if expr.is_Integer:
             return int(expr)
@@ -114,7 +114,7 @@ class Emitter:
             total = rule(total, part) if not isinstance(total, fx.Node) and not isinstance(part, fx.Node) else self.call(rule, total, part)
         return total
 
-    def operand(self, place: Place, groups: Sequence[Digits], *, whole: Sequence[bool]) -> fx.Node:
+    def operand(self, place: Place, groups: Sequence[Digits], *, full_sizes: Sequence[bool]) -> fx.Node:
         """The operand's tensor with one dimension for each group of atoms.
 
         A group that it lacks entirely becomes an expanded dimension if `whole` says so, else one of size 1.
@@ -130,12 +130,12 @@ class Emitter:
             raise NoRule("an operand has a dimension that the attention does not")
         if order != sorted(order):
             node = self.method("permute", node, tuple(order))
-        return self._grouped(node, groups, set(have), whole)
+        return self._grouped(node, groups, set(have), full_sizes)
 
-    def _grouped(self, node: fx.Node, groups: Sequence[Digits], have: set[Any], whole: Sequence[bool]) -> fx.Node:
+    def _grouped(self, node: fx.Node, groups: Sequence[Digits], have: set[Any], full_sizes: Sequence[bool]) -> fx.Node:
         sizes: list[Size] = []
         full: list[Size] = []
-        for group, expanded in zip(groups, whole, strict=True):
+        for group, expanded in zip(groups, full_sizes, strict=True):
             partly = expanded or any(d.expr in have for d in group)
             sizes += [d.size if d.expr in have else 1 for d in group]
             full += [d.size if partly or d.expr in have else 1 for d in group]
@@ -144,7 +144,7 @@ class Emitter:
             node = self._reshaped(node, sizes)
             if not all(same_size(a, b) for a, b in zip(sizes, full, strict=True)):
                 node = self.method("expand", node, *(self.size(n) for n in full))
-        parts = [count_values(g) if w or any(d.expr in have for d in g) else 1 for g, w in zip(groups, whole, strict=True)]
+        parts = [count_values(g) if w or any(d.expr in have for d in g) else 1 for g, w in zip(groups, full_sizes, strict=True)]
         return self._reshaped(node, parts)
 
     def _reshaped(self, node: fx.Node, sizes: Sequence[Size]) -> fx.Node:

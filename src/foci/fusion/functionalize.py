@@ -80,18 +80,18 @@ def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
     return False
 
 
-def _keeps_shape(target: fx.Node, others: tuple[Any, ...]) -> bool:
+def _keeps_shape(target: fx.Node, operands: tuple[Any, ...]) -> bool:
     """Whether the result without the underscore has the target's dims."""
-    values = map(example_value, others)
+    values = map(example_value, operands)
     return all(value.dim() <= node_rank(target) for value in values if isinstance(value, Tensor))
 
 
-def _result_dtype(target: fx.Node, others: tuple[Any, ...]) -> torch.dtype:
+def _result_dtype(target: fx.Node, operands: tuple[Any, ...]) -> torch.dtype:
     """The dtype that the result has without the underscore."""
     target_tensor = example_tensor(target)
     assert target_tensor is not None
     dtype = target_tensor.dtype
-    for other in others:
+    for other in operands:
         value = example_value(other)
         if isinstance(value, Tensor):
             dtype = torch.promote_types(dtype, torch.result_type(target_tensor, value))
@@ -172,10 +172,10 @@ def _functional(node: fx.Node) -> bool:
             return False
         node.target = name
         return True
-    found = _OPERATORS.get(node.target)
-    if found is None:
+    functional = _OPERATORS.get(node.target)
+    if functional is None:
         return False
-    node.target = found
+    node.target = functional
     return True
 
 

@@ -73,9 +73,9 @@ class _Softmax:
     others: tuple[fx.Node, ...]
 
 
-def _several(found: Any) -> tuple[Any, ...]:
+def _several(value: Any) -> tuple[Any, ...]:
     """The entries of a list; a single one as it is."""
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], tuple[Any, ...]]:
@@ -146,7 +146,7 @@ def _fill_alike(graph: fx.Graph, before: Call, after: Call) -> bool:
     return Values(graph).same(before.args[1], after.args[1]) and isinstance(after.args[2], (int, float)) and after.args[2] == 0
 
 
-def _is_its_derivative(backward: fx.Graph, position: int, saves: list[int], found: _Softmax) -> bool:
+def _is_its_derivative(backward: fx.Graph, position: int, saves: list[int], softmax: _Softmax) -> bool:
     """Whether the gradient of the input at `position`, and no other, is that of a softmax with the result, which `saves` are."""
     inputs, steps, gradients = _parts(backward)
     call = as_call(steps[0]) if len(steps) == 1 else None
@@ -156,31 +156,31 @@ def _is_its_derivative(backward: fx.Graph, position: int, saves: list[int], foun
     dim, dtype = call.argument(2, "dim"), call.argument(3, "input_dtype")
     if gradient is not inputs[0] or result not in [n for place, n in enumerate(inputs) if place in saves]:
         return False
-    if not isinstance(dim, int) or dim % node_rank(found.node) != found.dim or dtype != node_dtype(found.node):
+    if not isinstance(dim, int) or dim % node_rank(softmax.node) != softmax.dim or dtype != node_dtype(softmax.node):
         return False
     return all(g is (steps[0] if n == position else None) for n, g in enumerate(gradients))
 
 
-def _open(graph: fx.Graph, node: fx.Node, forward: fx.Graph, found: _Softmax, mode: FakeTensorMode | None) -> None:
+def _open(graph: fx.Graph, node: fx.Node, forward: fx.Graph, softmax: _Softmax, mode: FakeTensorMode | None) -> None:
     """Puts a softmax and its mask in the place of the Function."""
     table: dict[Any, Any] = dict(zip(_parts(forward)[0], node.args[2:], strict=True))
-    trace = found.node.meta.get("stack_trace") or found.node.stack_trace
+    trace = softmax.node.meta.get("stack_trace") or softmax.node.stack_trace
 
-    def made(function: Any, *args: Any) -> fx.Node:
+    def emit(function: Any, *args: Any) -> fx.Node:
         new = graph.call_function(function, args)
         with making(mode), torch.enable_grad():
             new.meta = {"example_value": function(*map(example_value, args)), "stack_trace": trace}
         return new
 
     with graph.inserting_before(node):
-        for inner in found.others:
+        for inner in softmax.others:
             table[inner] = graph.node_copy(inner, table.__getitem__)
-        result, fill = table[found.scores], [table.get(arg, arg) for arg in found.fill]
+        result, fill = table[softmax.scores], [table.get(arg, arg) for arg in softmax.fill]
         if fill:
-            result = made(torch.masked_fill, result, *fill)
-        result = made(torch.softmax, result, found.dim)
+            result = emit(torch.masked_fill, result, *fill)
+        result = emit(torch.softmax, result, softmax.dim)
         if fill:
-            result = made(torch.masked_fill, result, fill[0], 0)
+            result = emit(torch.masked_fill, result, fill[0], 0)
     for user in list(node.users):
         user.replace_all_uses_with(result)
         graph.erase_node(user)

@@ -366,13 +366,13 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
     for node, replacement in lowered.others.items():
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
-    made = list(itertools.takewhile(lambda node: node is not before, _upward(old.prev)))
-    for node in made:
+    inserted = list(itertools.takewhile(lambda node: node is not before, _upward(old.prev)))
+    for node in inserted:
         if not node.users and node is not new:
             graph.erase_node(node)
     for node in reversed(moved):
         old.append(node)
-    writes.add((*made, *moved), old)
+    writes.add((*inserted, *moved), old)
     erase(graph, old, match.inside)
     return str(prepared.bound.variant)
 

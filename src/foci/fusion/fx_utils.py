@@ -254,5 +254,5 @@ _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
 def source_location(node: fx.Node) -> str:
     """ "file.py:line" of the innermost frame of the node's stack trace that is not torch's own; "" where there is none."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "")
-    own = [(path, line) for path, line in frames if "/torch/" not in path and not path.startswith("<")]
-    return "{}:{}".format(*(own or frames)[-1]) if frames else ""
+    user_frames = [(path, line) for path, line in frames if "/torch/" not in path and not path.startswith("<")]
+    return "{}:{}".format(*(user_frames or frames)[-1]) if frames else ""

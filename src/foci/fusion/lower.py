@@ -149,7 +149,7 @@ def attention(
 
 def captured_nodes(emitter: Emitter, bound: Bound, lift: Lift, device: torch.device) -> list[fx.Node]:
     """The nodes of the captured tensors, on the attention's device, copied to be contiguous where that pays."""
-    found = []
+    nodes = []
     for tensor in bound.captures:
         node = lift.leaves[lift.tracer.slot(tensor)]
         if node in lift.copied:
@@ -158,8 +158,8 @@ def captured_nodes(emitter: Emitter, bound: Bound, lift: Lift, device: torch.dev
             if tensor.dim():
                 raise NoRule(f"{node.name} is on {tensor.device}, the scores on {device}")
             node = emitter.method("to", node, device)
-        found.append(node)
-    return found
+        nodes.append(node)
+    return nodes
 
 
 def lower(prepared: Prepared, emitter: Emitter) -> Lowered:
@@ -167,9 +167,9 @@ def lower(prepared: Prepared, emitter: Emitter) -> Lowered:
     match, layout = prepared.match, prepared.layout
     groups = (layout.batch, layout.heads, layout.queries, layout.depth)
     kv_heads = layout.heads[: layout.kv_heads]
-    query = emitter.operand(prepared.query, groups, whole=(True, True, True, True))
-    key = emitter.operand(prepared.key, (layout.batch, kv_heads, layout.keys, layout.depth), whole=(True, True, True, True))
-    value = emitter.operand(prepared.value, (layout.batch, kv_heads, layout.keys, layout.width), whole=(True, True, True, True))
+    query = emitter.operand(prepared.query, groups, full_sizes=(True, True, True, True))
+    key = emitter.operand(prepared.key, (layout.batch, kv_heads, layout.keys, layout.depth), full_sizes=(True, True, True, True))
+    value = emitter.operand(prepared.value, (layout.batch, kv_heads, layout.keys, layout.width), full_sizes=(True, True, True, True))
     operands = [_cast(emitter, node, prepared.dtype) for node in (query, key, value)]
     captures = captured_nodes(emitter, prepared.bound, match.lift, node_device(query))
     outputs = Outputs(lse=match.sink is not None or prepared.uniform or bool(match.logsumexps))
@@ -216,7 +216,7 @@ def _with_sink(emitter: Emitter, match: Match, layout: Layout, out: fx.Node, lse
     if isinstance(node, fx.Node):
         place = _narrowest(Place(node, index), match)
         groups: tuple[Digits, ...] = (layout.batch, layout.heads, layout.queries)
-        logit = _cast(emitter, emitter.operand(place, groups, whole=(False, False, False)), node_dtype(lse))
+        logit = _cast(emitter, emitter.operand(place, groups, full_sizes=(False, False, False)), node_dtype(lse))
     else:
         logit = node
     share = emitter.call(torch.sigmoid, emitter.call(operator.sub, lse, logit))

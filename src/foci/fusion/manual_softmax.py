@@ -44,9 +44,9 @@ def without_softmaxes_by_hand(graph: fx.Graph, sizes: Sizes, mode: FakeTensorMod
 def _is_brought(graph: fx.Graph, node: fx.Node, values: Values, emitter: Emitter) -> bool:
     """Whether the node was a softmax by hand; it is torch's then."""
     for quotient in _quotients(node):
-        found = _normalised(quotient, values)
-        if found is not None and _stands_between(quotient.node, found.scores, ahead=quotient.product is None):
-            _rewrite(graph, quotient, found, emitter)
+        normalised = _normalised(quotient, values)
+        if normalised is not None and _stands_between(quotient.node, normalised.scores, ahead=quotient.product is None):
+            _rewrite(graph, quotient, normalised, emitter)
             return True
     less = None if as_softmax(node) is not None else less_logsumexp(node, values)
     if less is None or not _stands_between(node, less[0], ahead=True):
@@ -352,11 +352,11 @@ def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
         return None
     source, largest = call.args
     index = broadcast_index(atoms(node_shape(node)), node_shape(largest))
-    while (made := as_call(largest)) is not None:
-        if made.name in ("amax", "max"):
-            return source if made.args[0] is source and is_over(made, index, dim) else None
-        if made.name == "detach" or (made.name in ("getitem", "getattr") and not is_tensor(made.args[0])):
-            largest = made.args[0]
+    while (producer := as_call(largest)) is not None:
+        if producer.name in ("amax", "max"):
+            return source if producer.args[0] is source and is_over(producer, index, dim) else None
+        if producer.name == "detach" or (producer.name in ("getitem", "getattr") and not is_tensor(producer.args[0])):
+            largest = producer.args[0]
             continue
         following = moved(largest, index)
         if following is None:
@@ -388,17 +388,17 @@ def _below(node: fx.Node) -> Iterator[fx.Node]:
                 stack.append(user)
 
 
-def _rewrite(graph: fx.Graph, quotient: _Quotient, found: _Normalised, emitter: Emitter) -> None:
-    scores, node = found.scores, quotient.node
+def _rewrite(graph: fx.Graph, quotient: _Quotient, normalised: _Normalised, emitter: Emitter) -> None:
+    scores, node = normalised.scores, quotient.node
     if node_dtype(scores) != node_dtype(node):  # softmin(dtype=)
         scores = emitter.method("to", scores, node_dtype(node))
-    if found.factor != 1.0:
-        scores = emitter.call(operator.mul, scores, found.factor)
-    for mask, keeps in found.masks:
+    if normalised.factor != 1.0:
+        scores = emitter.call(operator.mul, scores, normalised.factor)
+    for mask, keeps in normalised.masks:
         keep_mask = mask if node_dtype(mask) == torch.bool else emitter.call(operator.ne, mask, 0)
         scores = emitter.call(torch.masked_fill, scores, emitter.call(torch.logical_not, keep_mask) if keeps else keep_mask, -math.inf)
-    first, last = found.dims[0], found.dims[-1]
-    if found.beside:
+    first, last = normalised.dims[0], normalised.dims[-1]
+    if normalised.beside:
         padded = emitter.call(torch.nn.functional.pad, scores, (0, 1))
         padded = emitter.call(torch.softmax, padded, first)
         weights = emitter.call(operator.getitem, padded, (..., slice(None, -1)))

@@ -194,8 +194,8 @@ def leading_scale(score: Expr) -> tuple[Expr, float]:
         (score + float(kv_idx), 0.125)
     """
     total = 1.0
-    while (found := _one_scale(score)) is not None:
-        score, total = found[0], total * found[1]
+    while (step := _one_scale(score)) is not None:
+        score, total = step[0], total * step[1]
     return score, total
 
 

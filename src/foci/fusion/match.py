@@ -187,7 +187,7 @@ def read(
     if needs_grad(second.node) and stops_gradient(first.node):
         raise NoRule(f"no gradient flows through {first.node.name}")
     on_path = _depending(first.node, passed)
-    found: list[Index] = []
+    indices: list[Index] = []
     shifted: dict[fx.Node, fx.Node] = {}
 
     def score(node: fx.Node, index: Index) -> Expr | None:
@@ -195,7 +195,7 @@ def read(
             return lift.element(shifted[node], index)
         if node is not first.node:
             return None
-        found.append(index)
+        indices.append(index)
         return _scored(first, index, lift)
 
     lift = Lift(node_device(first.node), score, on_path, grad=needs_grad(second.node))
@@ -210,11 +210,11 @@ def read(
     if sink is None:
         shifted |= _shifted(source, softmax.dim, on_path)
     expression = lift.element(source, walk.index)
-    if not found or any(index != found[0] for index in found):
-        raise NoRule("the scores of several positions are mixed" if found else "the softmax does not read the first product")
+    if not indices or any(index != indices[0] for index in indices):
+        raise NoRule("the scores of several positions are mixed" if indices else "the softmax does not read the first product")
     shared, queries = naming.all(roles["shared"]), naming.all(roles["queries"])
     shared, queries = _sequence(shared, queries, keys)
-    left, right, depth = _operands(first, found[0], shared, queries, keys, naming)
+    left, right, depth = _operands(first, indices[0], shared, queries, keys, naming)
     atoms = Atoms(shared, queries, keys, depth, naming.all(roles["width"]))
     read_value = Place(second.operands[value], naming.index(second.labels[value]))
     return Match(
@@ -226,13 +226,13 @@ def read(
 
 def _depending(first: fx.Node, passed: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """`first` and the passed nodes that read it, directly or not."""
-    found, stack = {first}, [first]
+    dependents, stack = {first}, [first]
     while stack:
         for user in stack.pop().users:
-            if user in passed and user not in found:
-                found.add(user)
+            if user in passed and user not in dependents:
+                dependents.add(user)
                 stack.append(user)
-    return frozenset(found)
+    return frozenset(dependents)
 
 
 def _scored(first: Product, index: Index, lift: Lift) -> Expr:
@@ -333,9 +333,9 @@ def _is_logsumexp(node: fx.Node, dim: int) -> bool:
 
 def _is_statistic(node: fx.Node, of: fx.Node, on_path: frozenset[fx.Node]) -> bool:
     """Whether the node is a statistic of the scores `of`, along some dimensions or of all, in whatever shape."""
-    whole, reduced = _through_casts(of, on_path), False
+    source, reduced = _through_casts(of, on_path), False
     while (call := as_call(node)) is not None:
-        if reduced and _through_casts(node, on_path) is whole:
+        if reduced and _through_casts(node, on_path) is source:
             return True
         if call.name in _STATISTICS and not reduced:
             arguments = [call.argument(1, "dim", call.kwargs.get("axis")), call.argument(1, "other")]

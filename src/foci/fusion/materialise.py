@@ -77,8 +77,8 @@ class Materialise:
         load = ir.load(len(facts), indices, DType.FLOAT)
         as_it_is, laid_out = (self._reads(load, (*facts, _describe_capture(tensor, is_copied=copied))) or 0.0 for copied in (False, True))
         laid_out = math.inf if _is_dense_in_rows(tensor) else laid_out + self._copying(node)
-        made = min(as_it_is, laid_out) + self._making(node, below) / _readers(node)
-        if made >= _GAIN * expression:
+        cost = min(as_it_is, laid_out) + self._making(node, below) / _readers(node)
+        if cost >= _GAIN * expression:
             return "inline"
         return "copy" if laid_out < as_it_is else "tensor"
 

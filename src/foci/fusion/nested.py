@@ -36,5 +36,5 @@ def named(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 def walk_graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
     """The graph, and those of its bodies and of theirs."""
     yield module.graph
-    for body in dict.fromkeys(found for node in module.graph.nodes if (found := find_body(module, node)) is not None):
+    for body in dict.fromkeys(inner for node in module.graph.nodes if (inner := find_body(module, node)) is not None):
         yield from walk_graphs(body)

@@ -128,10 +128,10 @@ def _tensordot(node: fx.Node, call: Call) -> Product | None:
         dims = (tuple(range(ranks[0] - dims, ranks[0])), tuple(range(dims)))
     if not isinstance(dims, (list, tuple)) or not all(isinstance(d, (list, tuple)) and d for d in dims):
         return None
-    summed = [[d % rank for d in given] for given, rank in zip(dims, ranks, strict=True)]
+    summed = [[d % rank for d in axes] for axes, rank in zip(dims, ranks, strict=True)]
     labels = tuple(
-        tuple(f"k{given.index(n)}" if n in given else f"{side}{n}" for n in range(rank))
-        for side, given, rank in zip("mn", summed, ranks, strict=True)
+        tuple(f"k{axes.index(n)}" if n in axes else f"{side}{n}" for n in range(rank))
+        for side, axes, rank in zip("mn", summed, ranks, strict=True)
     )
     out = tuple(name for names in labels for name in names if not name.startswith("k"))
     return Product(node, (left, right), (labels[0], labels[1]), out)
@@ -168,16 +168,16 @@ def _einsum(node: fx.Node, call: Call) -> Product | None:
     if not isinstance(text, str) or len(operands) != 2 or not _tensors(*operands):
         return None
     text = text.replace(" ", "")
-    given, arrow, result = text.partition("->")
-    terms = given.split(",")
+    inputs, arrow, result = text.partition("->")
+    terms = inputs.split(",")
     if not arrow or len(terms) != 2 or any(len(set(t.replace(".", ""))) != len(t.replace(".", "")) for t in (*terms, result)):
         return None
     extra = max(node_rank(o) - len(t.replace("...", "")) if "..." in t else 0 for o, t in zip(operands, terms, strict=True))
     dots = [f"_{n}" for n in range(extra)]
 
     def expanded(term: str, width: int) -> list[str]:
-        before, found, after = term.partition("...")
-        return [*before, *(dots[extra - width :] if found else []), *after]
+        before, ellipsis, after = term.partition("...")
+        return [*before, *(dots[extra - width :] if ellipsis else []), *after]
 
     names = [expanded(t, node_rank(o) - len(t.replace("...", ""))) for o, t in zip(operands, terms, strict=True)]
     out = expanded(result, extra)

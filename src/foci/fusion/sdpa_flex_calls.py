@@ -106,11 +106,11 @@ def _sdpa(node: fx.Node, atoms: _Atoms) -> Match:
     rows, columns, depth = (atoms.of(n) for n in (node_shape(query)[-2], *node_shape(key)[-2:]))
     width = atoms.of(node_shape(value)[-1])
 
-    def place(operand: fx.Node, *own: Digits) -> Place:
+    def place(operand: fx.Node, *inner: Digits) -> Place:
         shape = node_shape(operand)[:-2]
         theirs = zip(shape, shared[len(shared) - len(shape) :], lead[len(lead) - len(shape) :], strict=True)
-        index = [() if same_size(n, 1) else d if same_size(n, whole) else d[:1] for n, d, whole in theirs]
-        return Place(operand, (*index, *own))
+        index = [() if same_size(n, 1) else d if same_size(n, full_size) else d[:1] for n, d, full_size in theirs]
+        return Place(operand, (*index, *inner))
 
     number = fixed_number(dropout)
     if not isinstance(number, (int, float)):

@@ -164,8 +164,8 @@ def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[f
         call = as_call(node)
         if call is None:
             raise NoRule(f"{node.name} stands between the softmax and the second product")
-        if call.name == "getitem" and call.args[1] == 0 and (made := as_call(call.args[0])) is not None and made.name == "dropout":
-            call = made  # native_dropout gives the result and its mask
+        if call.name == "getitem" and call.args[1] == 0 and (dropout := as_call(call.args[0])) is not None and dropout.name == "dropout":
+            call = dropout  # native_dropout gives the result and its mask
         source = next((a for a in call.args if isinstance(a, fx.Node) and a in between), call.kwargs.get("input"))
         rule = _BETWEEN.get(call.name)
         if not isinstance(source, fx.Node) or rule is None:

@@ -181,10 +181,10 @@ def _summed(e: Expr, level: int, extent: Expr) -> Expr:
     return _times(e, cast(extent, DType.FLOAT))
 
 
-def _numbered(found: CaptureDerivative) -> CaptureDerivative:
+def _numbered(derivative: CaptureDerivative) -> CaptureDerivative:
     """With its axes numbered from the innermost, above every reduction inside; all parts simplified."""
-    levels = [level for level, _ in found.axes]
-    parts = [found.weight, *found.indices, *(extent for _, extent in found.axes)]
+    levels = [level for level, _ in derivative.axes]
+    parts = [derivative.weight, *derivative.indices, *(extent for _, extent in derivative.axes)]
     for i, level in enumerate(levels):
         parts = [rename_axis(part, level, -1 - i) for part in parts]
     parts = [canonical_levels(part) for part in parts]
@@ -193,5 +193,5 @@ def _numbered(found: CaptureDerivative) -> CaptureDerivative:
     for i, number in enumerate(numbers):
         parts = [rename_axis(part, -1 - i, number) for part in parts]
     weight, *rest = (simplify(part) for part in parts)
-    indices, extents = rest[: len(found.indices)], rest[len(found.indices) :]
-    return CaptureDerivative(found.slot, tuple(indices), weight, tuple(zip(numbers, extents, strict=True)))
+    indices, extents = rest[: len(derivative.indices)], rest[len(derivative.indices) :]
+    return CaptureDerivative(derivative.slot, tuple(indices), weight, tuple(zip(numbers, extents, strict=True)))

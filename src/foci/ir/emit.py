@@ -157,16 +157,16 @@ class _Emitter:
         stack = [root]
         while stack:
             e = stack[-1]
-            own = self._find_frames(e, frames)
-            if e in own[-1].names:
+            scope = self._find_frames(e, frames)
+            if e in scope[-1].names:
                 stack.pop()
                 continue
             operands = e.args[1:] if e.op == "reduce" else e.args
-            missing = [arg for arg in operands if arg not in self._find_frames(arg, own)[-1].names]
+            missing = [arg for arg in operands if arg not in self._find_frames(arg, scope)[-1].names]
             if missing:
                 stack.extend(reversed(missing))
                 continue
-            self._emit_node(e, own)
+            self._emit_node(e, scope)
             stack.pop()
         return self._read(root, frames)
 
@@ -178,9 +178,9 @@ class _Emitter:
         return frames[:1]
 
     def _read(self, e: Expr, frames: tuple[_Frame, ...]) -> str:
-        own = self._find_frames(e, frames)
-        text = own[-1].names[e][0]
-        loops = len(frames) - len(own)
+        scope = self._find_frames(e, frames)
+        text = scope[-1].names[e][0]
+        loops = len(frames) - len(scope)
         return self.spelling.outer(e, text, loops) if loops else text
 
     def _emit_node(self, e: Expr, frames: tuple[_Frame, ...]) -> None:
@@ -212,10 +212,10 @@ class _Emitter:
         kind, level = reduction(e)
         inner = _Frame(level)
         extent = self._read(e.args[1], frames)
-        body, own = e.args[0], (*frames, inner)
+        body, scope = e.args[0], (*frames, inner)
         is_dot = self.spelling.dot and kind == "sum" and body.op == "mul" and all(level in arg.free for arg in body.args)
-        factors = tuple(self.spell(arg, own) for arg in body.args) if is_dot else ()
-        result = "" if is_dot else self.spell(body, own)
+        factors = tuple(self.spell(arg, scope) for arg in body.args) if is_dot else ()
+        result = "" if is_dot else self.spell(body, scope)
         name = self._fresh()
         index = self.spelling.axis(axis(level))
         loop = Reduction(e, name, kind, index, extent, tuple(inner.lines), result, factors, len(frames) - 1)

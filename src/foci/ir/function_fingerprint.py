@@ -66,7 +66,7 @@ def shared(one: Fingerprint, other: Fingerprint) -> tuple[tuple[int, int], ...]:
     """Which tensors both close over: what is traced of two functions has one capture for each."""
     if not (one.tensors and other.tensors):
         return ()
-    return tuple([(n, m) for n, t in enumerate(one.tensors) for m, own in enumerate(other.tensors) if t is own])
+    return tuple([(n, m) for n, t in enumerate(one.tensors) for m, tensor in enumerate(other.tensors) if t is tensor])
 
 
 def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:

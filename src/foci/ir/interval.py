@@ -181,20 +181,20 @@ class _Analysis:
         at = torch.tensor(value, dtype=torch.float64, device=self.device)
         return Range(at, at)
 
-    def _settled(self, e: Expr, found: Range) -> Range:
+    def _settled(self, e: Expr, interval: Range) -> Range:
         """`found` with what arithmetic of the device does to it: rounding of floats, wrapping of integers."""
         if e.op in EXACT_OPS or e.dtype is DType.BOOL:
-            return found
+            return interval
         if e.dtype is not DType.FLOAT:
             lowest, highest = _LIMITS[e.dtype]
-            beyond = (found.lo < lowest) | (found.hi > highest)
+            beyond = (interval.lo < lowest) | (interval.hi > highest)
             if not bool(beyond.any()):
-                return found
-            return Range(found.lo.masked_fill(beyond, lowest), found.hi.masked_fill(beyond, highest))
+                return interval
+            return Range(interval.lo.masked_fill(beyond, lowest), interval.hi.masked_fill(beyond, highest))
         if e in self.integral:
-            large = (found.lo < -_EXACT_FLOAT) | (found.hi > _EXACT_FLOAT)
-            return _widened(found).where(large, found) if bool(large.any()) else found
-        return _widened(found)
+            large = (interval.lo < -_EXACT_FLOAT) | (interval.hi > _EXACT_FLOAT)
+            return _widened(interval).where(large, interval) if bool(large.any()) else interval
+        return _widened(interval)
 
     # Loads ---------------------------------------------------------------------------------------------------------
 

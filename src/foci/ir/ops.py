@@ -147,12 +147,12 @@ def _select(dtypes: _Types) -> tuple[_Types, DType]:
 
 
 _SIGNATURES: Final[Mapping[Typing, Callable[[_Types], tuple[_Types, DType]]]] = {
-    Typing.ARITHMETIC: lambda given: _alike(given, DType.INT32),
-    Typing.FLOATING: lambda given: ((DType.FLOAT,) * len(given), DType.FLOAT),
-    Typing.COMPARISON: lambda given: (_alike(given)[0], DType.BOOL),
+    Typing.ARITHMETIC: lambda dtypes: _alike(dtypes, DType.INT32),
+    Typing.FLOATING: lambda dtypes: ((DType.FLOAT,) * len(dtypes), DType.FLOAT),
+    Typing.COMPARISON: lambda dtypes: (_alike(dtypes)[0], DType.BOOL),
     Typing.BITWISE: _integers,
-    Typing.SHIFT: lambda given: _integers(given, DType.INT32),
-    Typing.PREDICATE: lambda given: ((DType.FLOAT,) * len(given), DType.BOOL),
+    Typing.SHIFT: lambda dtypes: _integers(dtypes, DType.INT32),
+    Typing.PREDICATE: lambda dtypes: ((DType.FLOAT,) * len(dtypes), DType.BOOL),
     Typing.SELECT: _select,
 }
 

@@ -124,8 +124,8 @@ def canonical_levels(expr: Expr) -> Expr:
 
 def bind(kind: str, level: int, body: Expr, extent: Expr) -> Expr:
     """The reduction of `body` over `axis(level)`, renumbered to the canonical level."""
-    own = body.levels
-    return reduce(kind, own, rename_axis(body, level, own), extent)
+    levels = body.levels
+    return reduce(kind, levels, rename_axis(body, level, levels), extent)
 
 
 def rename_axis(expr: Expr, old: int, new: int) -> Expr:

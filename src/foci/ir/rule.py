@@ -41,10 +41,10 @@ def by_name(rules: Iterable[Rule[Function]]) -> dict[str, Function]:
         >>> by_name([Rule(("add", "sub"), "sums", len, ("x + 1",), ("x * 1",))])["sub"]
         <built-in function len>
     """
-    found: dict[str, Function] = {}
+    functions: dict[str, Function] = {}
     for rule in rules:
         for name in rule.names:
-            if name in found:
+            if name in functions:
                 raise ValueError(f"two rules for {name}")
-            found[name] = rule.function
-    return found
+            functions[name] = rule.function
+    return functions

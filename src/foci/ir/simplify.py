@@ -96,7 +96,7 @@ def _new_digests(e: Expr) -> tuple[bytes, bytes]:
     parts = [_known_digests[arg] for arg in e.args]
     shapes = [arg.dtype.value if is_lifted(e.op, i, arg) else parts[i][0].hex() for i, arg in enumerate(e.args)]
     shape = _digest(e.op, e.dtype.value, _expression_shape(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
-    return shape, _digest(e.op, e.dtype.value, repr(e.value), *(whole.hex() for _, whole in parts))
+    return shape, _digest(e.op, e.dtype.value, repr(e.value), *(digest.hex() for _, digest in parts))
 
 
 _SLOTTED: Final = ("load", "param", "size")

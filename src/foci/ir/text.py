@@ -168,8 +168,8 @@ def _infix(nodes: Sequence[Expr], names: Mapping[Expr, str]) -> dict[Expr, tuple
     def part(arg: Expr, binding: int) -> str:
         if arg in names:
             return names[arg]
-        own, text = texts[arg]
-        return text if own >= binding else f"({text})"
+        precedence, text = texts[arg]
+        return text if precedence >= binding else f"({text})"
 
     for e in nodes:
         texts[e] = _infix_node(e, part)

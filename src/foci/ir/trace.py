@@ -86,10 +86,10 @@ class Axis:
 def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     """The method of a Python operator: a word of the vocabulary."""
 
-    def method(self: Symbol, *others: Any) -> Any:
+    def method(self: Symbol, *operands: Any) -> Any:
         from foci.ir.torch_functions import TORCH_FUNCTIONS
 
-        return TORCH_FUNCTIONS[name](*others, self) if reflected else TORCH_FUNCTIONS[name](self, *others)
+        return TORCH_FUNCTIONS[name](*operands, self) if reflected else TORCH_FUNCTIONS[name](self, *operands)
 
     return method
 

@@ -55,13 +55,13 @@ def user_frame() -> FrameType | None:
 
 def find_location(traceback: TracebackType | None) -> Location | None:
     """The innermost line of a traceback outside of foci, torch, NumPy and the standard library."""
-    found, skipped = None, _skipped()
+    location, skipped = None, _skipped()
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if not file.startswith(skipped):
-            found = Location(file, traceback.tb_lineno)
+            location = Location(file, traceback.tb_lineno)
         traceback = traceback.tb_next
-    return found
+    return location
 
 
 def definition(function: Callable[..., Any]) -> str:

@@ -139,12 +139,12 @@ def _by_extent(node: fx.Node, theirs: Sequence[int], ours: Sequence[int]) -> Ite
     for at in range(len(theirs) - 1, -1, -1):
         inside.setdefault((extent, theirs[at]), at)
         extent *= theirs[at]
-    found: list[int | None] = []
+    dims: list[int | None] = []
     extent = 1
     for size in reversed(ours):
-        found.append(inside.get((extent, size)) if size != 1 else None)
+        dims.append(inside.get((extent, size)) if size != 1 else None)
         extent *= size
-    yield from reversed(found)
+    yield from reversed(dims)
 
 
 def _by_broadcast(node: fx.Node, theirs: Sequence[int], ours: Sequence[int]) -> Iterator[int | None]:
@@ -184,8 +184,8 @@ _MAPS: Final[Mapping[Any, _Map]] = {
 def _reduced_dims(node: fx.Node) -> list[int]:
     """Return the dims of the operand that a reduction runs over."""
     rank = len(_sizes(node.args[0]))  # type: ignore[arg-type]
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    return sorted(dim % rank for dim in given) if given and node.target is not aten.sum.default else list(range(rank))
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    return sorted(dim % rank for dim in dims) if dims and node.target is not aten.sum.default else list(range(rank))
 
 
 def _reduction(node: fx.Node) -> Relations:
@@ -241,18 +241,18 @@ def _embedding(node: fx.Node) -> Relations:
 
 def _index(node: fx.Node) -> Relations:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    given: Sequence[Any] = node.args[1]  # type: ignore[assignment]
-    if len(given) != 1 or given[0] is None or _is_mask(given[0]):
+    indices: Sequence[Any] = node.args[1]  # type: ignore[assignment]
+    if len(indices) != 1 or indices[0] is None or _is_mask(indices[0]):
         return Relations()
-    shift = len(_sizes(given[0])) - 1
+    shift = len(_sizes(indices[0])) - 1
     ties = [((node, dim + shift), (source, dim)) for dim in range(1, len(_sizes(source)))]
     return Relations(list(ties), free=[(source, 0)])
 
 
 def _index_put(node: fx.Node) -> Relations:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
-    given: Sequence[Any] = node.args[1]  # type: ignore[assignment]
-    if len(given) != 1 or given[0] is None or _is_mask(given[0]):
+    indices: Sequence[Any] = node.args[1]  # type: ignore[assignment]
+    if len(indices) != 1 or indices[0] is None or _is_mask(indices[0]):
         return Relations()
     return Relations([((node, 0), (source, 0))])
 
@@ -284,7 +284,7 @@ def closure(start: Slot, relations: Reader = dim_relations) -> list[Slot]:
         start: the one.
         relations: `dim_relations`, or what remembers its results for a graph that stays as it is.
     """
-    found = {start: None}
+    slots = {start: None}
     todo = [start]
     while todo:
         slot = todo.pop()
@@ -292,7 +292,7 @@ def closure(start: Slot, relations: Reader = dim_relations) -> list[Slot]:
             found_there = relations(node)
             for tie in found_there.ties if found_there is not None else ():
                 if slot in tie:
-                    fresh = [other for other in tie if other not in found]
-                    found.update(dict.fromkeys(fresh))
+                    fresh = [other for other in tie if other not in slots]
+                    slots.update(dict.fromkeys(fresh))
                     todo.extend(fresh)
-    return list(found)
+    return list(slots)

@@ -124,14 +124,14 @@ class Table:
 
     @functools.cached_property
     def _by_fault(self) -> dict[tuple[Kind, tuple[Role, int] | None], list[Row]]:
-        found: dict[tuple[Kind, tuple[Role, int] | None], list[Row]] = {}
+        rows_by_fault: dict[tuple[Kind, tuple[Role, int] | None], list[Row]] = {}
         seen: set[tuple[Kind, Shape]] = set()
         for row in self.rows:
-            found.setdefault((row.kind, (row.role, row.alignment)), []).append(row)
+            rows_by_fault.setdefault((row.kind, (row.role, row.alignment)), []).append(row)
             if (row.kind, row.shape) not in seen:
                 seen.add((row.kind, row.shape))
-                found.setdefault((row.kind, None), []).append(row)
-        return found
+                rows_by_fault.setdefault((row.kind, None), []).append(row)
+        return rows_by_fault
 
     def extended(self, by: Table) -> Table:
         """With another's rows and peaks in place of its own where both have them."""

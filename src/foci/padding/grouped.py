@@ -180,9 +180,9 @@ def _beside(rows: Tensor, last: int) -> Tensor:
 
 def _column(values: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, 16 bytes]: values, and zeros behind each."""
-    made = values.new_zeros((values.shape[0], LOAD // dtype.itemsize), dtype=dtype)
-    made[:, 0] = values
-    return made
+    column = values.new_zeros((values.shape[0], LOAD // dtype.itemsize), dtype=dtype)
+    column[:, 0] = values
+    return column
 
 
 def _write_piece(out: Tensor, left: Tensor, right: tuple[Tensor, Tensor], groups: Groups, start: int, end: int) -> None:

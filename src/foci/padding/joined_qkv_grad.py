@@ -32,16 +32,16 @@ def join_gradients(graph: fx.Graph) -> int:
     Returns:
         How many there were.
     """
-    found = [(node, read) for node in graph.nodes if node.target is aten.cat.default and (read := _read(node)) is not None]
-    for node, read in found:
+    joins = [(node, read) for node in graph.nodes if node.target is aten.cat.default and (read := _read(node)) is not None]
+    for node, read in joins:
         maker = read[-1]
         with graph.inserting_before(node):
-            made = graph.call_function(torch.ops.foci.attention_backward_rows.default, maker.args)
-        made.meta = {**maker.meta, "val": node.meta["val"]}
-        node.replace_all_uses_with(made)
+            joined = graph.call_function(torch.ops.foci.attention_backward_rows.default, maker.args)
+        joined.meta = {**maker.meta, "val": node.meta["val"]}
+        node.replace_all_uses_with(joined)
         for each in (node, *read):
             graph.erase_node(each)
-    return len(found)
+    return len(joins)
 
 
 def _read(cat: fx.Node) -> list[fx.Node] | None:

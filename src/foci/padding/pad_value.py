@@ -51,7 +51,7 @@ class Fill:
 Fills = Mapping[fx.Node, Fill | None]
 
 
-def result_fill(made: fx.Node, fills: Fills, maxima: Mapping[fx.Node, fx.Node]) -> Fill | None:
+def result_fill(node: fx.Node, fills: Fills, maxima: Mapping[fx.Node, fx.Node]) -> Fill | None:
     """Return the fill of a new operation's result, or None if nothing is known.
 
     Args:
@@ -59,19 +59,19 @@ def result_fill(made: fx.Node, fills: Fills, maxima: Mapping[fx.Node, fx.Node]) 
         fills: of its grown operands; an operand that is not among them did not grow, and holds one value for each row.
         maxima: by maximum over a grown dim, what it was taken of.
     """
-    if made.target in VIEWS or made.target is aten.scatter.value:
-        return fills.get(made.args[0])  # type: ignore[arg-type]
-    constant = _constant(made)
+    if node.target in VIEWS or node.target is aten.scatter.value:
+        return fills.get(node.args[0])  # type: ignore[arg-type]
+    constant = _constant(node)
     if constant is not None:
         return Fill(constant)
     # Inductor defines it when it is imported
-    rule = _multiply_add if str(made.target) == "prims.fma.default" else _RULES.get(made.target)
-    if made.target is aten.sub.Tensor and made.args[1] in maxima and not made.kwargs:
-        first = fills.get(made.args[0])  # type: ignore[arg-type]
-        if maxima[made.args[1]] is made.args[0] and first is not None and first.value == -INFINITY:  # type: ignore[index]
+    rule = _multiply_add if str(node.target) == "prims.fma.default" else _RULES.get(node.target)
+    if node.target is aten.sub.Tensor and node.args[1] in maxima and not node.kwargs:
+        first = fills.get(node.args[0])  # type: ignore[arg-type]
+        if maxima[node.args[1]] is node.args[0] and first is not None and first.value == -INFINITY:  # type: ignore[index]
             return Fill(-INFINITY, Rows.STRONG)
-    found = rule(made, fills) if rule is not None else None
-    return found if found is not None else _evaluated(made, fills)
+    fill = rule(node, fills) if rule is not None else None
+    return fill if fill is not None else _evaluated(node, fills)
 
 
 def _constant(node: Any) -> float | None:
@@ -174,11 +174,11 @@ _RULES: Final[Mapping[Any, Callable[[fx.Node, Fills], Fill | None]]] = {
 }
 
 
-def _evaluated(made: fx.Node, fills: Fills) -> Fill | None:
+def _evaluated(node: fx.Node, fills: Fills) -> Fill | None:
     """A function of constants, element by element."""
-    target = made.target
-    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and "device" not in made.kwargs
-    operands = made.all_input_nodes
+    target = node.target
+    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and "device" not in node.kwargs
+    operands = node.all_input_nodes
     values: dict[fx.Node, float] = {}
     for operand in operands:
         fill = fills.get(operand)
@@ -186,12 +186,12 @@ def _evaluated(made: fx.Node, fills: Fills) -> Fill | None:
         if value is None:
             return None
         values[operand] = value
-    if not pointwise or not operands or fake_value(made) is None:
+    if not pointwise or not operands or fake_value(node) is None:
         return None
 
     def evaluated() -> float:
         scalars = {operand: torch.tensor(value, dtype=operand.meta["val"].dtype, device="cpu") for operand, value in values.items()}
-        arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: scalars[n])
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: scalars[n])
         return float(target(*arguments, **keywords))  # type: ignore[operator]
 
     result = real_values(evaluated)

@@ -51,21 +51,21 @@ class Growth:
 
     @functools.cached_property
     def _dims(self) -> dict[fx.Node, list[int]]:
-        found: dict[fx.Node, list[int]] = {}
+        dims_by_node: dict[fx.Node, list[int]] = {}
         for node, dim in self.lengths:
-            found.setdefault(node, []).append(dim)
-        return {node: sorted(dims) for node, dims in found.items()}
+            dims_by_node.setdefault(node, []).append(dim)
+        return {node: sorted(dims) for node, dims in dims_by_node.items()}
 
     @property
     def nodes(self) -> Iterable[fx.Node]:
         """Return the nodes that have grown dims, in no order."""
         return self._dims
 
-    def and_also(self, *others: Growth) -> Growth:
+    def and_also(self, *growths: Growth) -> Growth:
         """Return this growth and others, all at once."""
-        if not others:
+        if not growths:
             return self
-        return Growth({slot: length for growth in (self, *others) for slot, length in growth.lengths.items()}, self.relations)
+        return Growth({slot: length for growth in (self, *growths) for slot, length in growth.lengths.items()}, self.relations)
 
     def remakes(self, node: fx.Node) -> bool:
         """Whether an operation can run with grown operands, and give a grown result where it belongs to the set."""
@@ -163,11 +163,11 @@ def _result(node: fx.Node, sizes: Sequence[int] | None, dtype: torch.dtype | Non
             return target(*arguments, **keywords)
     with below:
         if sizes is not None and values and all(map(_lies_in_order, values)):
-            made = torch.empty(tuple(sizes), dtype=dtype, device="meta")
+            result = torch.empty(tuple(sizes), dtype=dtype, device="meta")
         else:
             arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: _on_meta(n.meta["val"]))
-            made = target(*arguments, **(keywords if values else {**keywords, "device": "meta"}))
-    return FakeTensor(mode, made, *places)
+            result = target(*arguments, **(keywords if values else {**keywords, "device": "meta"}))
+    return FakeTensor(mode, result, *places)
 
 
 def _lies_in_order(value: torch.Tensor) -> bool:
@@ -215,20 +215,20 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: by_operand[n])
         arguments = resized(growth, node, arguments)
         lengths = {dim: growth.lengths[node, dim][1] for dim in growth.dims(node)}
-        made = state.call(node.target, arguments, keywords, node, lengthened(node, lengths))
+        longer = state.call(node.target, arguments, keywords, node, lengthened(node, lengths))
     if node.target is aten.amax.default:
-        state.maxima[made] = made.args[0]  # type: ignore[assignment]
+        state.maxima[longer] = longer.args[0]  # type: ignore[assignment]
     if growth.dims(node):
-        state.made[node] = state.first[node] = made
-        state.fills[made] = _fill(state, node, made)
+        state.made[node] = state.first[node] = longer
+        state.fills[longer] = _fill(state, node, longer)
     else:
-        node.replace_all_uses_with(made)
-        state.made[node] = made
+        node.replace_all_uses_with(longer)
+        state.made[node] = longer
 
 
-def _fill(state: _Rewrite, node: fx.Node, made: fx.Node) -> Fill | None:
+def _fill(state: _Rewrite, node: fx.Node, longer: fx.Node) -> Fill | None:
     """Return what stands in a result's padding. What is said of rows holds where one dim grew, in products that of the columns."""
-    fill, dims, value = result_fill(made, state.fills, state.maxima), state.growth.dims(node), fake_value(node)
+    fill, dims, value = result_fill(longer, state.fills, state.maxima), state.growth.dims(node), fake_value(node)
     if fill is None or value is None or fill.rows is Rows.CLEAN:
         return fill
     return fill if len(dims) == 1 and (node.target not in _PRODUCTS or dims == [value.dim() - 1]) else None
@@ -262,10 +262,10 @@ def _padded(state: _Rewrite, node: fx.Node) -> fx.Node:
     lengths = [state.growth.lengths.get((node, dim), (0, 0)) for dim in reversed(range(value.dim()))]
     pads = [amount for size, grown in lengths for amount in (0, grown - size)]
     value_behind = _behind(state, node)
-    made = state.call(aten.constant_pad_nd.default, (node, pads, value_behind if value.is_floating_point() else 0), like=node)
-    made.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # one copy serves the forward and the backward pass
-    state.fills[made] = Fill(value_behind)
-    return made
+    padded = state.call(aten.constant_pad_nd.default, (node, pads, value_behind if value.is_floating_point() else 0), like=node)
+    padded.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # one copy serves the forward and the backward pass
+    state.fills[padded] = Fill(value_behind)
+    return padded
 
 
 def _behind(state: _Rewrite, node: fx.Node) -> float:
@@ -288,19 +288,19 @@ def _follows(node: fx.Node, product: fx.Node) -> bool:
 
 def _masked(state: _Rewrite, node: fx.Node, over: Mapping[int, float]) -> fx.Node:
     """A grown tensor whose padding holds what changes no reduction over these dims; whoever reads it later reads that."""
-    made = state.made[node]
+    longer = state.made[node]
     for dim, neutral in over.items():
-        fill = state.fills.get(made)
+        fill = state.fills.get(longer)
         if fill is not None and fill.value == neutral:
             continue
-        value = fake_value(made)
+        value = fake_value(longer)
         assert value is not None
         instead = state.call(aten.full.default, ([], neutral), {"dtype": value.dtype, "device": value.device})
-        made = state.call(aten.where.self, (_mask(state, node, dim), made, instead), like=node, sizes=made.meta["val"].shape)
-        whole = len(state.growth.dims(node)) == 1
-        state.fills[made] = Fill(neutral) if whole else None
-    state.made[node] = made
-    return made
+        longer = state.call(aten.where.self, (_mask(state, node, dim), longer, instead), like=node, sizes=longer.meta["val"].shape)
+        is_only_dim = len(state.growth.dims(node)) == 1
+        state.fills[longer] = Fill(neutral) if is_only_dim else None
+    state.made[node] = longer
+    return longer
 
 
 def _mask(state: _Rewrite, node: fx.Node, dim: int) -> fx.Node:

@@ -51,10 +51,10 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
     products = list(find_products(graph, machine.load))
     paddings = []
     for product in products:
-        found = _cut(products, product, relations, machine)
-        if found is not None:
-            paddings.append(_cut_entry(*found))
-            cut(graph, found[0])
+        cut_and_gain = _cut(products, product, relations, machine)
+        if cut_and_gain is not None:
+            paddings.append(_cut_entry(*cut_and_gain))
+            cut(graph, cut_and_gain[0])
             relations.cache_clear()
     if paddings:
         products = list(find_products(graph, machine.load))
@@ -66,8 +66,8 @@ def grow_dims(graph: fx.Graph, machine: Machine) -> tuple[Padding, ...]:
         touched = [product for product in products if _touches(product, growth)]
         gain = 0.0
         if obstacle is None:
-            others = [other for other in taken if other is not growth]
-            gain = _net(products, [*others, growth], machine) - _net(products, others, machine)
+            remaining = [other for other in taken if other is not growth]
+            gain = _net(products, [*remaining, growth], machine) - _net(products, remaining, machine)
             reason = None if growth in taken else f"it gains {gain * 1e6:.1f} us, copies counted"
         paddings += _entries(touched, growth, gain, reason)
     if taken:
@@ -82,12 +82,12 @@ def _cut(products: Sequence[Product], product: Product, relations: Reader, machi
     growth, obstacle = _growth(product.matrices[0], relations, machine)
     if obstacle is not None or sum(_touches(other, growth) for other in products) > 1:
         return None
-    found, before, aligned = choose_cut(product, growth, machine), _time(product, None, machine), _time(product, growth, machine)
-    if found is None or before is None or aligned is None:
+    best_cut, before, aligned = choose_cut(product, growth, machine), _time(product, None, machine), _time(product, growth, machine)
+    if best_cut is None or before is None or aligned is None:
         return None
     after = seconds_cut(product, aligned, machine)
-    others = before - seconds_by_rows(product, aligned, machine), _net(products, [growth], machine)
-    return (found, before - after) if is_profitable_to_pad(before, after, 0.0) and before - after >= max(others) else None
+    alternatives = before - seconds_by_rows(product, aligned, machine), _net(products, [growth], machine)
+    return (best_cut, before - after) if is_profitable_to_pad(before, after, 0.0) and before - after >= max(alternatives) else None
 
 
 def _growths(products: Sequence[Product], relations: Reader, machine: Machine) -> Iterator[tuple[Growth, str | None]]:
@@ -240,13 +240,13 @@ def _outer(node: fx.Node, dim: int) -> bool:
     return any(size > 1 and stride > strides[dim] for size, stride in zip(sizes, strides))
 
 
-def _cut_entry(found: Cut, gain: float) -> Padding:
-    product = found.product
+def _cut_entry(chosen_cut: Cut, gain: float) -> Padding:
+    product = chosen_cut.product
     left = product.matrices[0]
     value = fake_value(left.node)
     assert value is not None
     sizes, strides = hints(value.shape), hints(value.stride())
-    shorter = contiguous_strides((*sizes[:-1], found.length))
+    shorter = contiguous_strides((*sizes[:-1], chosen_cut.length))
     return Padding(left.base.name, (str(product),), sizes, strides, shorter, "cut", gain, location=source_location(product.node))
 
 
@@ -262,7 +262,7 @@ def _entries(products: Sequence[Product], growth: Growth, gain: float, reason: s
         assert value is not None
         sizes, strides = hints(value.shape), hints(value.stride())
         named = tuple(dict.fromkeys(map(str, readers)))
-        location = next((found for product in readers if (found := source_location(product.node))), None)
+        location = next((place for product in readers if (place := source_location(product.node))), None)
         if reason is not None:
             yield Padding(base.name, named, sizes, strides, reason=reason, location=location)
             continue

@@ -108,10 +108,10 @@ def pad(
 def _refresh_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> None:
     """Strides of a backward graph's inputs are those that the compiled forward graph saved them with."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, given in zip(placeholders, example_inputs):
+    for node, example in zip(placeholders, example_inputs):
         value = fake_value(node)
-        if value is not None and isinstance(given, Tensor) and hints(value.stride()) != hints(given.stride()):
-            node.meta["val"] = value.as_strided(value.shape, given.stride())
+        if value is not None and isinstance(example, Tensor) and hints(value.stride()) != hints(example.stride()):
+            node.meta["val"] = value.as_strided(value.shape, example.stride())
             _refresh_views(node)
 
 
@@ -142,8 +142,8 @@ def note_outputs(joint: fx.Graph) -> None:
 
 def visible_outputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """Outputs that leave the compiled function: all, but what a forward graph saves for the backward graph to compute with."""
-    given: Any = graph.output_node().args[0]
-    outputs = given if isinstance(given, (tuple, list)) else (given,)
+    returned: Any = graph.output_node().args[0]
+    outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
     leaving = range(len(outputs))
     metadata = tracing_metadata()  # where torch does not tell, everything leaves
     if metadata is not None and not any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes):
@@ -160,12 +160,12 @@ def _swap(node: fx.Node, target: Any, arguments: Sequence[Any]) -> fx.Node:
     """Another operation in a node's place, with a value of its own."""
     graph = node.graph
     with graph.inserting_before(node):
-        made = graph.call_function(target, tuple(arguments))
-    _describe(made, node)
-    node.replace_all_uses_with(made)
+        padded = graph.call_function(target, tuple(arguments))
+    _describe(padded, node)
+    node.replace_all_uses_with(padded)
     graph.erase_node(node)
-    _refresh_views(made)
-    return made
+    _refresh_views(padded)
+    return padded
 
 
 def _by_rows(product: fx.Node, fix: Fix) -> None:
@@ -176,10 +176,10 @@ def _by_rows(product: fx.Node, fix: Fix) -> None:
     _swap(product, OPERATORS["mm_into_rows"], (a, b, bias[0] if bias else None))
 
 
-def _describe(made: fx.Node, like: fx.Node) -> None:
-    made.meta = meta_like(like)
-    arguments, keywords = fx.map_arg((made.args, made.kwargs), lambda n: n.meta["val"])
-    made.meta["val"] = made.target(*arguments, **keywords)  # type: ignore[operator]
+def _describe(node: fx.Node, like: fx.Node) -> None:
+    node.meta = meta_like(like)
+    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = node.target(*arguments, **keywords)  # type: ignore[operator]
 
 
 def _grow(fix: Fix) -> tuple[int, int]:
@@ -193,10 +193,10 @@ def _in_place(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
         _swap(base, OPERATORS[_WRITERS[base.target]], (*_writer_arguments(base), *_grow(fix)))
         return
     with graph.inserting_after(base):
-        made = graph.call_function(OPERATORS["padded"], (base, *_grow(fix)))
-    _describe(made, base)
-    base.replace_all_uses_with(made, delete_user_cb=lambda reader: reader is not made)
-    _refresh_views(made)
+        padded = graph.call_function(OPERATORS["padded"], (base, *_grow(fix)))
+    _describe(padded, base)
+    base.replace_all_uses_with(padded, delete_user_cb=lambda reader: reader is not padded)
+    _refresh_views(padded)
 
 
 _WRITERS: Final[Mapping[Any, str]] = {aten.mm.default: "padded_mm", aten.bmm.default: "padded_bmm", aten.cat.default: "padded_cat"}
@@ -227,9 +227,9 @@ def _written_twice(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> No
     loops = {reader for reader in base.users if reader is not usual and find_origin(reader) is not Origin.OTHER}
     keep = {*direct, *loops} if not readers else set(direct)
     base.replace_all_uses_with(usual, delete_user_cb=lambda reader: reader is not usual and reader not in keep)
-    made = _swap(base, OPERATORS[_WRITERS[base.target]], (*_writer_arguments(base), *_grow(fix)))
+    padded = _swap(base, OPERATORS[_WRITERS[base.target]], (*_writer_arguments(base), *_grow(fix)))
     for matrix in readers:
-        _reread(graph, matrix, products, chain_to(matrix.node, usual), made)
+        _reread(graph, matrix, products, chain_to(matrix.node, usual), padded)
 
 
 def _copied(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
@@ -239,12 +239,12 @@ def _copied(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None:
     while base.op == "placeholder" and last.next.op == "placeholder":
         last = last.next
     with graph.inserting_after(last):
-        made = graph.call_function(OPERATORS["padded"], (base, *_grow(fix)))
-    _describe(made, base)
+        padded = graph.call_function(OPERATORS["padded"], (base, *_grow(fix)))
+    _describe(padded, base)
     for product in products:
         for matrix in product.matrices:
             if matrix.base is base and matrix.role != "out":
-                _reread(graph, matrix, products, chain_to(matrix.node, base), made)
+                _reread(graph, matrix, products, chain_to(matrix.node, base), padded)
 
 
 def _reread(graph: fx.Graph, matrix: Matrix, products: Sequence[Product], chain: Sequence[fx.Node], base: fx.Node) -> None:
@@ -271,15 +271,15 @@ def _copied_once(graph: fx.Graph, fix: Fix, products: Sequence[Product]) -> None
         name += "_"
     module.register_buffer(name, grown)
     with graph.inserting_after(base):
-        made = graph.get_attr(name)
-    made.meta = dict(base.meta)
+        constant = graph.get_attr(name)
+    constant.meta = dict(base.meta)
     fake = fake_value(base)
     assert fake is not None
-    made.meta["val"] = fake.new_empty_strided(fake.shape, strides)
+    constant.meta["val"] = fake.new_empty_strided(fake.shape, strides)
     for product in products:
         for matrix in product.matrices:
             if matrix.base is base:
-                _reread(graph, matrix, products, chain_to(matrix.node, base), made)
+                _reread(graph, matrix, products, chain_to(matrix.node, base), constant)
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Tensor:
@@ -306,7 +306,7 @@ def _entry(verdict: Verdict) -> Padding:
     value = fake_value(verdict.base)
     sizes, strides = (hints(value.shape), hints(value.stride())) if value is not None else ((), ())
     named = tuple(dict.fromkeys(map(str, verdict.products)))
-    location = next((found for product in verdict.products if (found := source_location(product.node))), None)
+    location = next((place for product in verdict.products if (place := source_location(product.node))), None)
     fix = verdict.fix
     if fix is None or value is None:
         return Padding(verdict.base.name, named, sizes, strides, reason=verdict.reason, location=location)

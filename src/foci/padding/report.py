@@ -48,6 +48,6 @@ class Padding:
 
 def tell(paddings: Iterable[Padding]) -> None:
     """Adds them to every log that is open."""
-    found = list(paddings)
+    entries = list(paddings)
     for log in observers():
-        log.paddings.extend(found)
+        log.paddings.extend(entries)

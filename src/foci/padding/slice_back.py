@@ -83,15 +83,15 @@ _PRODUCTS: Final = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.defa
 
 def _loops(product: fx.Node, growth: Growth) -> frozenset[fx.Node]:
     """Return what is computed for this product alone, element by element, backwards from it."""
-    found: dict[fx.Node, None] = {product: None}
+    loops: dict[fx.Node, None] = {product: None}
     todo = [product]
     while todo:
         for operand in todo.pop().all_input_nodes:
-            alone = all(user in found or _is_dead(user) for user in operand.users)
-            if operand not in found and alone and _is_loop(operand, growth):
-                found[operand] = None
+            alone = all(user in loops or _is_dead(user) for user in operand.users)
+            if operand not in loops and alone and _is_loop(operand, growth):
+                loops[operand] = None
                 todo.append(operand)
-    return frozenset(found) - {product}
+    return frozenset(loops) - {product}
 
 
 def _is_sliced(node: fx.Node, growth: Growth, loops: frozenset[fx.Node]) -> bool:
@@ -128,22 +128,22 @@ def seconds_cut(product: Product, aligned: float, machine: Machine) -> float:
     return aligned + moved / machine.table.bandwidth + machine.table.launch
 
 
-def cut(graph: fx.Graph, found: Cut) -> None:
+def cut(graph: fx.Graph, chosen_cut: Cut) -> None:
     """Puts the two parts in the product's place.
 
     Args:
         graph: functional; its nodes carry fake tensors.
         found: of `choose_cut`, for this graph.
     """
-    node, dtype = found.product.node, found.product.dtype
+    node, dtype = chosen_cut.product.node, chosen_cut.product.dtype
     *bias, left, right = node.args
     with graph.inserting_before(node):
-        first, last = ([_part(graph, found, start, {}, matrix) for matrix in (left, right)] for start in (0, found.length))
+        first, last = ([_part(graph, chosen_cut, start, {}, matrix) for matrix in (left, right)] for start in (0, chosen_cut.length))
         result = _loop(graph, node.target, (*bias, *first), node)
         wide = torch.promote_types(dtype, torch.float32)
         columns = _cast(graph, _loop(graph, aten.neg.default, last[:1], last[0]), wide), _cast(graph, last[1], wide)
         rest = None
-        for column in range(found.size - found.length):
+        for column in range(chosen_cut.size - chosen_cut.length):
             # subtracted at the end: of a product and a sum Inductor would make one product that reads the summand from memory
             factors = [_column(graph, matrix, dim, column) for matrix, dim in zip(columns, (-1, -2))]
             share = _loop(graph, aten.mul.Tensor, factors, node, wide)
@@ -152,7 +152,7 @@ def cut(graph: fx.Graph, found: Cut) -> None:
         result = _cast(graph, result, dtype)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    for loop in reversed([other for other in graph.nodes if other in found.loops]):
+    for loop in reversed([other for other in graph.nodes if other in chosen_cut.loops]):
         for dead in (*loop.users, loop):
             graph.erase_node(dead)
 
@@ -172,18 +172,20 @@ def _column(graph: fx.Graph, matrix: fx.Node, dim: int, column: int) -> fx.Node:
     return call(graph, aten.slice.Tensor, (matrix, matrix.meta["val"].dim() + dim, column, column + 1), like=matrix)
 
 
-def _part(graph: fx.Graph, found: Cut, start: int, made: dict[fx.Node, fx.Node], node: Any) -> fx.Node:
+def _part(graph: fx.Graph, chosen_cut: Cut, start: int, parts: dict[fx.Node, fx.Node], node: Any) -> fx.Node:
     """A node's value for the columns from `start` on, up to where the product is cut."""
-    stop = found.length if start == 0 else found.size
-    if node not in made:
-        (dim,) = found.growth.dims(node)
-        if node in found.loops:
-            part = Growth(dict.fromkeys(found.growth.lengths, (found.size, stop - start)))
-            inside = {operand: operand for operand in node.all_input_nodes if not found.growth.dims(operand)}
-            inside |= {operand: _part(graph, found, start, made, operand) for operand in node.all_input_nodes if operand not in inside}
+    stop = chosen_cut.length if start == 0 else chosen_cut.size
+    if node not in parts:
+        (dim,) = chosen_cut.growth.dims(node)
+        if node in chosen_cut.loops:
+            part = Growth(dict.fromkeys(chosen_cut.growth.lengths, (chosen_cut.size, stop - start)))
+            inside = {operand: operand for operand in node.all_input_nodes if not chosen_cut.growth.dims(operand)}
+            inside |= {
+                operand: _part(graph, chosen_cut, start, parts, operand) for operand in node.all_input_nodes if operand not in inside
+            }
             arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: inside[n])
             sizes = lengthened(node, {dim: stop - start})
-            made[node] = call(graph, node.target, resized(part, node, arguments), keywords, node, sizes)
+            parts[node] = call(graph, node.target, resized(part, node, arguments), keywords, node, sizes)
         else:
-            made[node] = call(graph, aten.slice.Tensor, (node, dim, start, stop), like=node)
-    return made[node]
+            parts[node] = call(graph, aten.slice.Tensor, (node, dim, start, stop), like=node)
+    return parts[node]

@@ -79,21 +79,21 @@ def pad_strides(
         raise ValueError(f"alignment must be a positive multiple of the {dtype.itemsize} bytes of {dtype}, not {alignment}")
     if smallest < 0:
         raise ValueError(f"smallest must be 0 or more, in elements, not {smallest}")
-    given = tuple(strides)
-    if is_channels_last(given, sizes) or any(stride == 0 for stride in given):
-        return given
-    inwards = sorted(range(len(given)), key=lambda dim: (known(given[dim]), dim in _units(sizes), -dim))
-    padded = list(given)
+    current = tuple(strides)
+    if is_channels_last(current, sizes) or any(stride == 0 for stride in current):
+        return current
+    inwards = sorted(range(len(current)), key=lambda dim: (known(current[dim]), dim in _units(sizes), -dim))
+    padded = list(current)
     grown = False
     elements = alignment // dtype.itemsize
     for inner, outer in itertools.pairwise(inwards):
         extent = padded[inner] * sizes[inner]
-        if not grown and known(given[outer]) > known(extent):
-            extent = given[outer]
+        if not grown and known(current[outer]) > known(extent):
+            extent = current[outer]
         if known(extent) >= smallest and known(extent) % elements and sizes[outer] != 1:
             extent, grown = round_up(extent, elements), True
         padded[outer] = extent
-    return tuple(padded) if grown else given
+    return tuple(padded) if grown else current
 
 
 def _check_counts(name: str, values: Any) -> None:

@@ -131,8 +131,8 @@ def _product(device: torch.device, dtype: torch.dtype, shape: Shape, role: str =
 
     def matrix(name: str, rows: int, columns: int) -> Tensor:
         stride = columns if tight and name == role else round_up(columns, 64 // dtype.itemsize)
-        whole = torch.empty(shape.batch * rows * stride, device=device, dtype=dtype).normal_()
-        return whole.as_strided((shape.batch, rows, columns), (rows * stride, stride, 1))
+        storage = torch.empty(shape.batch * rows * stride, device=device, dtype=dtype).normal_()
+        return storage.as_strided((shape.batch, rows, columns), (rows * stride, stride, 1))
 
     b, m, n, k = shape.batch, shape.m, shape.n, shape.k
     left = matrix("at", k, m).mT if role == "at" else matrix("a", m, k)
