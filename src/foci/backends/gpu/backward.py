@@ -45,11 +45,10 @@ def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
     lse_nat = tl.load(lse + at, mask=inside, other=float("-inf"))
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse is not None:
-        d -= tl.load(dlse + at, mask=inside, other=0.0)
+        # whatever flows into the logsumexp of a row that attends to nothing reaches nothing
+        d -= tl.where(lse_nat == float("-inf"), 0.0, tl.load(dlse + at, mask=inside, other=0.0))
     # a huge lse is too coarse to recompute weights from: such rows pass no gradient on, instead of an infinite one
     base2 = tl.where((lse_nat == float("-inf")) | (tl.abs(lse_nat) > 1e9), float("inf"), lse_nat * LOG2E)
-    # a row that attends to nothing has no delta, whatever its gradients are
-    d = tl.where(lse_nat == float("-inf"), 0.0, d)
     tl.store(lse2 + at, base2, mask=inside)
     tl.store(delta + at, d, mask=inside)
     return base2, d
