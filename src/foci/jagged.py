@@ -83,7 +83,8 @@ def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
 def count_heads(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
     dim = 1 if not is_nested(query) or ragged_dim(query) > 1 else 2
-    if type(query) in KINDS:  # its values, which lack the batch, tell without a call of torch's Python
+    # its values, which lack the batch, tell without a call of torch's Python; Dynamo cannot read them
+    if type(query) in KINDS and not torch.compiler.is_compiling():
         values: Tensor = inner_values(query)
         return values.shape[dim - 1] if values.dim() > dim + 1 else 1
     return query.shape[dim] if query.dim() > dim + 2 else 1
