@@ -377,6 +377,34 @@ def test_a_write_that_somebody_may_see_stays(kind):
     assert [n for n in names(module) if n.endswith("_")], module.code
 
 
+OTHER_DTYPES = {
+    "a comparison with a number": lambda x: (x * 2).gt_(0.0) + 1,
+    "a comparison with a tensor": lambda x: (x * 2).eq_(x) + 1,
+    "a negation": lambda x: (x * 2).logical_not_() + 1,
+    "a wider bound, by name": lambda x: (x * 2).half().clamp_(min=x) + 1,
+    "a wider bound, by position": lambda x: (x * 2).half().clamp_(x) + 1,
+}
+
+
+# FUSE-04
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+def test_a_write_keeps_the_dtype_that_is_written(name):
+    function = OTHER_DTYPES[name]
+    module = graph_of(function, X)
+    without_writes(module.graph, None)
+    module.recompile()
+    found, expected = module(X.clone()), function(X)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_to_ask_for_a_dtype_draws_no_random_number():
+    module = graph_of(lambda x: F.dropout(x * 2, 0.5, inplace=True) + 1, X)
+    state = torch.get_rng_state()
+    without_writes(module.graph, None)
+    assert torch.equal(state, torch.get_rng_state())
+
+
 BY_NAME = {
     "two operands": lambda x: torch.sub(input=torch.mul(input=x, other=3.0), other=torch.ones(6)),
     "a multiple": lambda x: torch.add(input=x, other=torch.ones(6), alpha=2),

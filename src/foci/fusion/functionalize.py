@@ -48,12 +48,16 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
             continue
         target = call.args[0]
         group = aliases[storages[target]]
-        if storages[target] is None or not _is_private(node, target, group, position) or not _keeps_shape(target, call.args[1:]):
+        dtype = None
+        if storages[target] is not None and _is_private(node, target, group, position):
+            dtype = _result_dtype(node, target, mode)
+        if dtype is None:
             continue
-        dtype = _result_dtype(target, call.args[1:])
-        if dtype == node_dtype(target) and _functional(node):
+        if dtype == node_dtype(target):
+            _make_functional(node)
             _rewire(node, target, position, mode)
-        elif dtype.is_floating_point and node_dtype(target).is_floating_point and call.name in _ROUNDING and _functional(node):
+        elif dtype.is_floating_point and node_dtype(target).is_floating_point and call.name in _ROUNDING:
+            _make_functional(node)
             _rewire(_rounded(graph, node, dtype, position, mode), target, position, mode)
 
 
@@ -80,24 +84,37 @@ def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
     return False
 
 
-def _keeps_shape(target: fx.Node, operands: tuple[Any, ...]) -> bool:
-    """Whether the result without the underscore has the target's dims."""
-    values = map(example_value, operands)
-    return all(value.dim() <= node_rank(target) for value in values if isinstance(value, Tensor))
+def _result_dtype(node: fx.Node, target: fx.Node, mode: FakeTensorMode | None) -> torch.dtype | None:
+    """The dtype that the result has without the underscore, by the operation itself; None if it has other dims than the target, or there is
+    no such operation."""
+    function = _functional_target(node)
+    if function is None:
+        return None
+
+    def example(operand: fx.Node) -> Any:
+        value = example_value(operand)
+        # without a mode, a copy without memory: nothing is computed, and no random number drawn
+        return value.to("meta") if mode is None and isinstance(value, Tensor) else value
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), example)
+    if "inplace" in kwargs:
+        kwargs = {**kwargs, "inplace": False}
+    with making(mode), torch.no_grad():
+        try:
+            result = function(*args, **kwargs)
+        except Exception:  # such as an operation that has no example values: the write stays
+            return None
+    return result.dtype if isinstance(result, Tensor) and result.dim() == node_rank(target) else None
 
 
-def _result_dtype(target: fx.Node, operands: tuple[Any, ...]) -> torch.dtype:
-    """The dtype that the result has without the underscore."""
-    target_tensor = example_tensor(target)
-    assert target_tensor is not None
-    dtype = target_tensor.dtype
-    for other in operands:
-        value = example_value(other)
-        if isinstance(value, Tensor):
-            dtype = torch.promote_types(dtype, torch.result_type(target_tensor, value))
-        elif isinstance(value, float) and not dtype.is_floating_point:
-            dtype = torch.get_default_dtype()
-    return dtype
+def _functional_target(node: fx.Node) -> Callable[..., Any] | None:
+    """What computes the result of a write; None where there is nothing."""
+    if node.kwargs.get("inplace") is True:
+        return getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target  # type: ignore[return-value]
+    if node.op == "call_method" and str(node.target).endswith("_"):
+        method = getattr(Tensor, str(node.target).rstrip("_"), None)
+        return method if callable(method) else None
+    return _OPERATORS.get(node.target)
 
 
 def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> fx.Node:
@@ -161,22 +178,14 @@ def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: Fa
     node.meta["example_value"] = target_tensor
 
 
-def _functional(node: fx.Node) -> bool:
-    """Gives the node its functional target; False where there is none."""
+def _make_functional(node: fx.Node) -> None:
+    """Give the node the target of `_functional_target`."""
     if node.kwargs.get("inplace") is True:
         node.kwargs = {**node.kwargs, "inplace": False}
-        return True
-    if node.op == "call_method" and str(node.target).endswith("_"):
-        name = str(node.target).rstrip("_")
-        if not callable(getattr(Tensor, name, None)):
-            return False
-        node.target = name
-        return True
-    functional = _OPERATORS.get(node.target)
-    if functional is None:
-        return False
-    node.target = functional
-    return True
+    elif node.op == "call_method":
+        node.target = str(node.target).rstrip("_")
+    else:
+        node.target = _OPERATORS[node.target]
 
 
 def _rewire(node: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], mode: FakeTensorMode | None) -> None:
