@@ -140,7 +140,7 @@ def ours(name: str, tensors: list[Tensor], score: Any, mask: Any, jagged: dict[s
     if not backward:
         return repeat_forward(operands, kernel)
     results = kernel.forward(operands)
-    # laid out as the result is, tokens first, which is what a model's next layer passes back
+    # laid out as the result is
     return repeat_backward(operands, results, Cotangents(torch.randn_like(results.out)), kernel)
 
 

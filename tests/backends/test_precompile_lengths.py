@@ -85,5 +85,5 @@ def test_a_failure_ahead_is_told(monkeypatch):
 
     monkeypatch.setattr(GpuKernel, "_build_ahead", fail)
     problem = next(problem for problem in make_problems() if problem.kind == "plain")
-    with pytest.warns(RuntimeWarning, match=r"cannot compile the kernels of \d+ queries and \d+ keys ahead.*NameError: no such kernel"):
+    with pytest.warns(RuntimeWarning, match="cannot compile some kernels for other lengths ahead.*NameError: no such kernel"):
         precompiled(80, problem, monkeypatch)

@@ -232,7 +232,7 @@ RULES: Final[tuple[Rule[Reader], ...]] = (
     Rule(("add", "sub"), "a sum, or a difference, of tensors of one shape", _added,
          ("s + t", "s - t", "torch.add(s, t, alpha=0.5)", "torch.sub(s, t, alpha=2)"),
          ("s + t[:, :, :1]", "torch.add(s, t, alpha=0)")),
-    Rule(("neg",), "the negative of a sum", _negative, ("-s + t", "-(s + t) + s"), ("s.abs() + t",)),
+    Rule(("neg",), "the negative of a sum", _negative, ("-s + t", "-(s + t) + s"), ("-(s * t) + t",)),
     Rule(("mul",), "a sum times a number that is not zero", _scaled, ("s * 2 + t", "0.5 * (s + t) + s"), ("s * t + t", "s * 0 + t")),
     Rule(("div",), "a sum divided by a number", _divided, ("s / 2 + t", "(s - t) / 3 + s"), ("2 / s + t", "s / t + t")),
     Rule(tuple(sorted(CASTS)), "a sum in a dtype that holds each of its values", _cast, ("s.float() + t", "(s + t).double() + s.double()"),

@@ -129,10 +129,9 @@ class GpuKernel(RepeatablePasses, Kernel):
                     kernel._build_ahead(operands)
                 except Unbuildable:  # a call of these lengths says so
                     continue
-                except Exception as error:
-                    lengths = f"{operands.query.shape[2]} queries and {operands.key.shape[2]} keys"
+                except Exception as error:  # one text for all lengths, which Python shows once
                     warnings.warn(
-                        f"foci cannot compile the kernels of {lengths} ahead, so a call of these lengths waits for them: "
+                        "foci cannot compile some kernels for other lengths ahead, so the first call that needs them waits: "
                         f"{type(error).__name__}: {error}",
                         RuntimeWarning,
                         stacklevel=2,

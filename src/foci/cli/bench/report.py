@@ -24,6 +24,7 @@ _NAMES: Final = {
     "nested": "torch SDPA of a NestedTensor",
 }
 """Peers as a picture names them, by what results call them in small letters. A peer's place is its color and marker in every picture."""
+_PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
 _MARKERS: Final = "os>v<^DP*X"
 """One for each peer, and one for others."""
 
@@ -97,7 +98,7 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> None:
         for name in names:
             points = [(pair[side], rows.index((line.case, line.sizes))) for line, pair in found if line.who == name]
             points = [(x, y) for x, y in points if x is not None]
-            place = list(_NAMES).index(name.lower()) if name.lower() in _NAMES else len(_NAMES)
+            place = _PLACES.get(name.lower(), len(_PLACES))
             axis.scatter(
                 [x for x, _ in points],
                 [y for _, y in points],
