@@ -85,7 +85,7 @@ def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
 
 
 def _result_dtype(node: fx.Node, target: fx.Node, mode: FakeTensorMode | None) -> torch.dtype | None:
-    """The dtype that the result has without the underscore, by the operation itself; None if it has other dims than the target, or there is
+    """Return the dtype that the result has without the underscore, by the operation itself; None if it has other dims than the target, or there is
     no such operation."""
     function = _functional_target(node)
     if function is None:
@@ -108,7 +108,7 @@ def _result_dtype(node: fx.Node, target: fx.Node, mode: FakeTensorMode | None) -
 
 
 def _functional_target(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes the result of a write; None where there is nothing."""
+    """Find the function that computes the result of a write; None where there is none."""
     if node.kwargs.get("inplace") is True:
         return getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target  # type: ignore[return-value]
     if node.op == "call_method" and str(node.target).endswith("_"):
