@@ -85,8 +85,8 @@ def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
 
 
 def _result_dtype(node: fx.Node, target: fx.Node, mode: FakeTensorMode | None) -> torch.dtype | None:
-    """Return the dtype that the result has without the underscore, by the operation itself; None if it has other dims than the target, or there is
-    no such operation."""
+    """Return the dtype that the operation itself gives without the underscore; None if the result has other dims than the target, or there
+    is no such operation."""
     function = _functional_target(node)
     if function is None:
         return None
