@@ -143,7 +143,7 @@ def _with_tensors(known: _Known, given: Tensors, functions: tuple[Fingerprint, F
         tensors += tuple([closed[n] for n in known.spots])
     has_dropout = known.outline.dropout_p > 0
     if not has_dropout and e.cu_q is None and e.page_table is None and e.blocks is None:
-        return PlannedCall(known.outline, tensors, NOTHING)
+        return tuple.__new__(PlannedCall, (known.outline, tensors, NOTHING))
     seed = draw_seed(given[0].device) if has_dropout else None
     optional = OptionalTensors(seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
     return PlannedCall(known.outline, tensors, optional)
@@ -213,7 +213,7 @@ def decision(tensors: Tensors, score: Function, mask: Function, extras: Extras) 
     with torch.random.fork_rng(devices=[]):  # a seed that nobody will use must not move the generator
         formula, operands = prepare(tensors, score, mask, extras)
     needs = find_needs((operands.query, operands.key, operands.value, *operands.captures))
-    return decide(formula, operands, needs, read_environment(allowed_for(extras), operands.query.device.type))
+    return decide(formula, operands, needs, read_environment(allowed_for(extras), operands.query.device))
 
 
 def allowed_for(extras: Extras) -> Allowed:

@@ -52,10 +52,10 @@ class Environment(NamedTuple):
     autocast: torch.dtype | None
 
 
-def read_environment(allowed: Allowed, device_type: str) -> Environment:
-    """The environment of a call on a kind of device, among the backends that it may use."""
-    autocast = autocast_dtype(device_type) if is_any_autocast_enabled() else None
-    return Environment(allowed, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), autocast)
+def read_environment(allowed: Allowed, device: torch.device) -> Environment:
+    """The environment of a call on a device, among the backends that it may use."""
+    autocast = autocast_dtype(device.type) if is_any_autocast_enabled() else None
+    return tuple.__new__(Environment, (allowed, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), autocast))
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -138,9 +138,9 @@ def scaled_dot_product_attention(
             raise ArgumentError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
     if (
         query.dim() == 4
-        and key.shape[:2] == value.shape[:2]
-        and query.shape[0] == key.shape[0]
-        and (query.shape[1] == key.shape[1] or enable_gqa)
+        and query.size(0) == key.size(0) == value.size(0)
+        and key.size(1) == value.size(1)
+        and (query.size(1) == key.size(1) or enable_gqa)
     ):
         lead, tensors = None, (query, key, value)
     else:
@@ -434,14 +434,15 @@ def varlen_attn(
         cu_seq_k = cu_seq_q
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux must have the flag lse, as torch's AuxRequest; got {type(return_aux).__name__}")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ArgumentError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
+    heads = query.size(1)
+    if heads != key.size(1) and not enable_gqa:
+        raise ArgumentError(f"query has {heads} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
     outputs = _WITH_LSE if return_aux is not None and return_aux.lse else _OUT
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k), lower_right_form=lower_right_form(mask),
     )  # fmt: skip
-    functions = score_parts(score, None, query, key, heads=query.shape[1]), _varlen_mask(window_size, mask, query, key)
+    functions = score_parts(score, None, query, key, heads=heads), _varlen_mask(window_size, mask, query, key)
     results = run_packed((query, key, value), *functions, extras, _check_sequences)
     return (results.out, results.lse) if outputs.lse else results.out
 

@@ -123,11 +123,11 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
     if isinstance(score, Mask):
         raise TypeError("score is a Mask: pass it as mask=")
     check_is_made("score", score)
-    if heads is None and (query.layout is torch.jagged or (query.dim() == 4 and not query.is_nested)):  # others: by the check of shapes
-        heads = count_heads(query)
-    if heads is not None:
-        check_heads(score, heads)
-    function = score.function if isinstance(score, Score) else score
+    function = score
+    if isinstance(score, Score):
+        function = score.function
+        if score.heads is not None:
+            _check_score_heads(score, query, heads)
     if bias is None:
         return function
     if not isinstance(bias, Tensor):
@@ -138,6 +138,15 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
         raise DtypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
     added = scores.bias(broadcast("bias", bias, query, key))
     return added.function if function is None else (Score(function) >> added).function
+
+
+def _check_score_heads(score: Score, query: Tensor, heads: int | None) -> None:
+    if heads is None and query.layout is torch.jagged:
+        heads = count_heads(query)
+    elif heads is None and query.dim() == 4 and not query.is_nested:  # others are refused by the check of shapes
+        heads = query.size(1)
+    if heads is not None:
+        check_heads(score, heads)
 
 
 def mask_parts(
@@ -154,7 +163,7 @@ def mask_parts(
     if mask is None:
         return None, None, None
     if isinstance(mask, Mask):
-        if not holds_many and not is_nested(query, key) and query.dim() == key.dim() == 4:
+        if mask.length is not None and not holds_many and not is_nested(query, key) and query.dim() == key.dim() == 4:
             check_length(mask, query.shape[2], key.shape[2], "query and key have")
         return mask.function, None, None
     if isinstance(mask, Tensor):

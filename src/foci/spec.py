@@ -20,6 +20,7 @@ NO_NEEDS: Final = (False, False, False)
 
 _OPTIONAL_TENSOR: Final = frozenset((Tensor, type(None)))
 _REAL: Final = (float, int)
+_new: Final[Any] = tuple.__new__
 
 
 class CallSpec(NamedTuple):
@@ -90,39 +91,48 @@ def spec_of_functions(
         needs_all: gradients of query, key and value, and of these alone, are wanted, whatever the tensors say.
     """
     e, (query, key, value), (score, mask) = extras, tensors, functions
-    if e.part is not None or query.is_neg() or key.is_neg() or value.is_neg() or not query.shape[-1]:
+    if e.part is not None or query.is_neg() or key.is_neg() or value.is_neg() or not query.size(-1):
         return None
     if type(e.dropout_p) not in _REAL or not (e.scale is None or type(e.scale) in _REAL):
         return None  # `prepare` says what is wrong with other numbers
-    environment = read_environment(allowed, query.device.type)
+    environment = read_environment(allowed, query.device)
     if environment.autocast is not None and not query.dtype == key.dtype == value.dtype == environment.autocast:
         return None
-    closed, others = score.tensors + mask.tensors, 0
-    for tensor in closed:
-        if tensor.is_neg():
-            return None
-        others |= tensor.data_ptr()
+    # one call in two has neither captured tensors nor sequences, pages or blocks: what they ask for is skipped
+    closed = score.tensors + mask.tensors if score.tensors or mask.tensors else ()
+    closed_strides: Hashable = ()
+    common: Hashable = ()
+    others = 0
+    if closed:
+        for tensor in closed:
+            if tensor.is_neg():
+                return None
+            others |= tensor.data_ptr()
+        closed_strides, common = tuple([t.stride() for t in closed]), shared(score, mask)
     blocks = pages = sequences = None
     if e.blocks is not None:
         blocks, others = (e.blocks.shape, e.blocks.stride(), e.blocks.device, e.block_size), others | e.blocks.data_ptr()
-    if e.cu_q is not None:
+    if e.cu_q is None:
+        shapes: Hashable = (query.shape, key.shape, value.shape)
+        strides: Hashable = (query.stride(), key.stride(), value.stride())
+    else:
         if not _OPTIONAL_TENSOR.issuperset(map(type, (e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths))):
             return None
         sequences = _describe_sequences(e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)
+        shapes, strides = _describe_packed(query, key, value)
     if e.page_table is not None and e.kv_lengths is not None:
         pages, others = _describe_pages(e.page_table, e.kv_lengths), others | e.page_table.data_ptr() | e.kv_lengths.data_ptr()
     requires_grad: Hashable = needs_all
     if not needs_all and torch.is_grad_enabled():
         requires_grad = (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     o = e.outputs
-    shapes, strides = _describe_dense(query, key, value) if e.cu_q is None else _describe_packed(query, key, value)
-    return CallSpec(
-        (score.structure, *score.numbers, mask.structure, *mask.numbers, shared(score, mask)), (o.lse, o.row_max, o.column_sums, o.weights),
-        _exact(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides, (query.dtype, key.dtype, value.dtype),
-        (query.device, key.device, value.device), ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15),
-        (query is key, key is value, query is value), tuple([t.stride() for t in closed]), blocks, sequences, pages, e.dropout_p > 0,
-        requires_grad, False, e.lower_right_form, environment,
-    )  # fmt: skip
+    return _new(CallSpec, (
+        (score.structure, *score.numbers, mask.structure, *mask.numbers, common), (o.lse, o.row_max, o.column_sums, o.weights),
+        None if e.scale is None else _exact(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides,
+        (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
+        ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15), (query is key, key is value, query is value),
+        closed_strides, blocks, sequences, pages, e.dropout_p > 0, requires_grad, False, e.lower_right_form, environment,
+    ))  # fmt: skip
 
 
 def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hashable = "", *, is_joined: bool = False) -> CallSpec:
@@ -152,7 +162,7 @@ def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hasha
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
         ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15), (query is key, key is value, query is value),
         tuple([(t.shape, t.stride(), t.dtype) for t in captures]), block_mask, sequences, pages, seed is not None, requires_grad, is_joined,
-        "", read_environment(allowed, query.device.type),
+        "", read_environment(allowed, query.device),
     )  # fmt: skip
 
 
@@ -174,17 +184,17 @@ def _describe_dense(query: Tensor, key: Tensor, value: Tensor) -> tuple[Hashable
 
 def _describe_packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Hashable, Hashable]:
     """Shapes and strides of [T, H, D] or [1, H, T, D] for any number of tokens."""
-    if query.dim() == 4:
-        dims, strides = (2, 1, 3), (query.stride()[1:], key.stride()[1:], value.stride()[1:])
-    elif query.dim() == key.dim() == value.dim() == 3:
-        dims, strides = (0, 1, 2), (query.stride(), key.stride(), value.stride())
+    dims = query.dim()
+    if dims == 4:
+        (_, q_heads, queries, q_width), (_, kv_heads, keys, k_width), (_, v_heads, values, v_width) = query.shape, key.shape, value.shape
+        strides = (query.stride()[1:], key.stride()[1:], value.stride()[1:])
+    elif dims == key.dim() == value.dim() == 3:
+        (queries, q_heads, q_width), (keys, kv_heads, k_width), (values, v_heads, v_width) = query.shape, key.shape, value.shape
+        strides = (query.stride(), key.stride(), value.stride())
     else:
         return _describe_dense(query, key, value)
-    tokens, heads, width = dims
-    queries, keys, values = query.shape[tokens], key.shape[tokens], value.shape[tokens]
     counts = (queries > 1 and keys > 1 and values > 1) or (queries, keys, values)
-    sizes = (query.shape[heads], query.shape[width], key.shape[heads], key.shape[width], value.shape[heads], value.shape[width])
-    return (len(dims), query.dim(), counts, queries == keys, keys == values, *sizes), strides
+    return (dims, counts, queries == keys, keys == values, q_heads, q_width, kv_heads, k_width, v_heads, v_width), strides
 
 
 def _describe_sequences(cu_q: Tensor, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None) -> Hashable:

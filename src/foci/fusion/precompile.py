@@ -64,7 +64,7 @@ class Call:
     def rehearse(self) -> None:
         """Runs it once, on zeros: what is read by index is there, whatever the index."""
         formula, operands, allowed = unflatten(_made(self.args))
-        environment = read_environment(allowed, self.device.type)
+        environment = read_environment(allowed, self.device)
         forward = choose_kernel(formula, operands, (*NO_NEEDS, (False,) * len(operands.captures)), environment)
         results = forward.kernel.forward(operands)
         if any((*self.needs[:3], *self.needs[3])):

@@ -54,6 +54,8 @@ def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
     """The function's fingerprint, or None if it must be traced each time."""
     if function is None:
         return NOTHING
+    if type(function) is types.FunctionType and (ready := _ready_fingerprint(function)) is not None:
+        return ready
     result = Fingerprint()
     structure = _key(function, result)
     if structure is None:
@@ -94,6 +96,15 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
     return None
 
 
+def _ready_fingerprint(function: types.FunctionType) -> Fingerprint | None:
+    """The fingerprint of a function of foci that has nothing but its code, such as that of `foci.masks.causal`, which all of them share;
+    None for any other."""
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return None
+    entry = _known.get(id(function.__code__))
+    return entry.fingerprint if entry is not None and entry.scope is function.__globals__ else None
+
+
 def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any, ...] | None:
     if function.__kwdefaults__:
         return None
@@ -120,13 +131,21 @@ class _Code:
 
 
 class _Known(NamedTuple):
-    """Code, held so that its identity is no other's; what stands for it; the globals and attributes it reads, None where it imports; and
-    foci's own globals, where it read but constants among them: a user's may change, foci's do not."""
+    """What is known of code.
+
+    Attributes:
+        code: held, so that its identity is no other's.
+        token: stands for it.
+        names: the globals and attributes it reads, None where it imports.
+        scope: foci's own globals, where it reads but constants among them: a user's may change, foci's do not.
+        fingerprint: of a function of this code and scope alone.
+    """
 
     code: types.CodeType
     token: _Code
     names: tuple[str, ...] | None
     scope: dict[str, Any] | None
+    fingerprint: Fingerprint
 
 
 _CODES: Final = 4096
@@ -182,7 +201,8 @@ def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
         _tokens.clear()
     names, is_of_foci = _read_names(code), str(scope.get("__name__")).startswith("foci.")
     is_own = is_of_foci and names is not None and all(n not in scope or _is_constant(n, scope) for n in names)
-    entry = _known[id(code)] = _Known(code, _tokens.setdefault(code, _Code()), names, scope if is_own else None)
+    token = _tokens.setdefault(code, _Code())
+    entry = _known[id(code)] = _Known(code, token, names, scope if is_own else None, Fingerprint(structure=(token,)))
     return entry
 
 

@@ -197,7 +197,7 @@ class Stack:
         whole, version = packing.is_whole(tokens), version_of(offsets)
         form = (
             offsets.shape, offsets.dtype, offsets.device, round_bound(packing.longest), tokens > 1, whole, x.dtype, x.device,
-            read_environment(allowed_backends(), x.device.type),
+            read_environment(allowed_backends(), x.device),
         )  # fmt: skip
         last = self._last
         shared: _Shared = {}

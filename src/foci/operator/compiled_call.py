@@ -56,7 +56,7 @@ def _surroundings(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[
     address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     for tensor in captures:
         others |= tensor.data_ptr()
-    environment = read_environment(allowed_backends(), query.device.type)
+    environment = read_environment(allowed_backends(), query.device)
     return address & 15, others & 15, query is key, key is value, query is value, environment
 
 

@@ -167,7 +167,7 @@ def _forward_inputs(tensors: Inputs, optional: OptionalTensors) -> Inputs:
 
 def _count(program: Program, query: Tensor, key: Tensor) -> Tokens:
     """Queries and keys of a head, of tensors [B, H, S, D], or packed [T, H, D]."""
-    return (query.shape[0], key.shape[0]) if program.packed else (query.shape[2], key.shape[2])
+    return (query.size(0), key.size(0)) if program.packed else (query.size(2), key.size(2))
 
 
 def _read_strides(tensors: Inputs, given: Given, *, packed: bool = False) -> Key:

@@ -271,7 +271,7 @@ class Captured:
         key = (
             seats, call.settings, tuple((t.dtype, t.shape[1:], needs_grad and t.requires_grad) for t in tensors),
             tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), needs_grad,
-            read_environment(allowed_backends(), device.type), matmul_precision(),
+            read_environment(allowed_backends(), device), matmul_precision(),
         )  # fmt: skip
 
         def compute(tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor]) -> Tensor:
