@@ -390,11 +390,11 @@ def block_classes(block_mask: BlockMask) -> Tensor:
         return classes_of_lists(*lists)
     stream = raw_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0  # on another one the classes may not be there yet
     key = (stream, *map(tensor_state, tensors))
-    found = _classes.find(key)
-    if found is None:
-        found = classes_of_lists(*lists)
-        _classes.add(key, tensors, found)
-    return found
+    classes = _classes.find(key)
+    if classes is None:
+        classes = classes_of_lists(*lists)
+        _classes.add(key, tensors, classes)
+    return classes
 
 
 def _may_be_kept(lists: Sequence[Tensor]) -> bool:

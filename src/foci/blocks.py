@@ -195,8 +195,8 @@ def _settle(work: _Work, classes: Tensor) -> None:
     everywhere = tuple(torch.arange(n, device=work.device) for n in work.block)
     terms = _terms(work)
     step = max(1, _PAIRS_AT_ONCE // (len(probes[0]) * len(probes[1]) * terms))
-    found = [_by_value(work, chunk, *probes) for chunk in torch.split(undecided, step)]
-    undecided = undecided[torch.cat(found) != PARTIAL]
+    probe_classes = [_by_value(work, chunk, *probes) for chunk in torch.split(undecided, step)]
+    undecided = undecided[torch.cat(probe_classes) != PARTIAL]
     step = max(1, _PAIRS_AT_ONCE // (block_q * block_kv * terms))
     for chunk in torch.split(undecided, step) if len(undecided) else ():
         classes[tuple(chunk.unbind(1))] = _by_value(work, chunk, *everywhere)

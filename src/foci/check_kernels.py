@@ -58,15 +58,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(lines or ['no message'])[0]}"
 
 
-def _is_near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    found, expected = found.detach().double(), expected.detach().double()
+def _is_near(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    actual, expected = actual.detach().double(), expected.detach().double()
     endless = expected.isinf()
-    if found.shape != expected.shape or not bool((found[endless] == expected[endless]).all()):
+    if actual.shape != expected.shape or not bool((actual[endless] == expected[endless]).all()):
         return False
-    found, expected = found[~endless], expected[~endless]
+    actual, expected = actual[~endless], expected[~endless]
     if not expected.numel():
         return True
-    return bool((found - expected).abs().max() <= tolerance * max(1e-3, float(expected.abs().max())))  # False for NaN
+    return bool((actual - expected).abs().max() <= tolerance * max(1e-3, float(expected.abs().max())))  # False for NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +117,8 @@ class _Posed:
         with use(backend), torch.set_grad_enabled(bool(leaves)):
             results = self._attend(tensors, table)
             if leaves:
-                made = torch.autograd.grad(results["out"], list(leaves.values()), self._packed(self.gradient).to(dtype))
-                results |= dict(zip(leaves, made, strict=True))
+                grads = torch.autograd.grad(results["out"], list(leaves.values()), self._packed(self.gradient).to(dtype))
+                results |= dict(zip(leaves, grads, strict=True))
         return results
 
     def _attend(self, tensors: list[Tensor], table: Tensor) -> dict[str, Tensor]:
@@ -141,8 +141,8 @@ class _Posed:
             if kind.has_blocks:
                 sizes = query.shape[0], query.shape[1], kind.q_len, kind.kv_len
                 blocks = create_block_mask(masks.causal() if mask is None else mask, *sizes, device=query.device, BLOCK_SIZE=128)
-            given = blocks if kind.has_blocks else mask
-            out, aux = attention(query, key, value, mask=given, score=score, dropout_p=dropout, return_aux=wanted)
+            mask_or_blocks = blocks if kind.has_blocks else mask
+            out, aux = attention(query, key, value, mask=mask_or_blocks, score=score, dropout_p=dropout, return_aux=wanted)
         return {"out": out} | {name: getattr(aux, name) for name in ("lse", *filter(None, kind.aux.split(",")))}
 
     def _mask(self) -> Mask | None:
@@ -179,8 +179,8 @@ class _Posed:
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(_SEED)).to(key.device)
         pools = []
         for tensor in (key, value):
-            whole = torch.nn.functional.pad(tensor, (0, 0, 0, pages * _PAGE - self.kind.kv_len))
-            rows = whole.reshape(*whole.shape[:2], pages, _PAGE, -1).transpose(1, 2).flatten(0, 1)
+            full_pages = torch.nn.functional.pad(tensor, (0, 0, 0, pages * _PAGE - self.kind.kv_len))
+            rows = full_pages.reshape(*full_pages.shape[:2], pages, _PAGE, -1).transpose(1, 2).flatten(0, 1)
             pools.append(torch.empty_like(rows).index_copy(0, order, rows))
         lengths = torch.full((batch,), self.kind.kv_len, device=key.device)
         lengths[-1] //= 2

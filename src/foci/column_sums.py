@@ -52,8 +52,8 @@ def column_sums(formula: Formula, operands: Operands, lse: Tensor, allowed: Allo
     size = None if formula.block_size is None else formula.block_size[::-1]
     variant = _exchanged(formula.variant, tuple(Capture(t.dtype, t.dim()) for t in captures[len(o.captures) :]))
     asked = replace(formula, variant=variant, outputs=Outputs(lse=True), dropout=False, block_size=size)
-    found = attend(asked, exchanged, allowed).lse
-    return torch.exp(found)
+    log_sums = attend(asked, exchanged, allowed).lse
+    return torch.exp(log_sums)
 
 
 def _exchanged(variant: Variant, more: tuple[Capture, ...]) -> Variant:

@@ -163,9 +163,9 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("foci.distributed needs a process group: call torch.distributed.init_process_group first")
     if group is None:
-        whole = dist.group.WORLD
-        assert whole is not None
-        return whole
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup; got {type(group).__name__}")
     return group

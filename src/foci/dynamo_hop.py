@@ -92,7 +92,7 @@ def run_captured(
         return _run_outside(tensors, score, mask, extras, allowed)
     query, key, value = tensors
     optional = (extras.blocks, extras.cu_q, extras.cu_kv, extras.q_lengths, extras.kv_lengths, extras.page_table)
-    given = [t for t in optional if t is not None]
+    tensor_args = [t for t in optional if t is not None]
     block_q, block_kv = (0, 0) if extras.block_size is None else extras.block_size
     outputs = extras.outputs
     part = extras.part or Part()
@@ -109,7 +109,7 @@ def run_captured(
         "page_table": extras.page_table is not None, "lower_right_form": extras.lower_right_form,
     }  # fmt: skip
     out, lse, row_max, column_sums, weights = _attention(
-        query, key, value, _unchanged if score is None else score, (*given, _everywhere if mask is None else mask),
+        query, key, value, _unchanged if score is None else score, (*tensor_args, _everywhere if mask is None else mask),
         1.0 if extras.scale is None else extras.scale, options,
     )  # fmt: skip
     return Results(

@@ -234,9 +234,9 @@ def attend_nested(tensors: Tensors, score: Function, mask: Function, extras: Ext
         TypeError, ValueError: for wrong arguments.
     """
     with disabled_torch_function_subclass():  # each question put to a NestedTensor goes through Python otherwise
-        found = attend_nested_now(tensors, score, mask, extras)
-    if found is not None:
-        return Results(found, found)
+        out = attend_nested_now(tensors, score, mask, extras)
+    if out is not None:
+        return Results(out, out)
     _check_nested(*tensors)
     if _is_over_entries(tensors):
         return _nested_entries(run(_entries(tensors), score, mask, extras), tensors[0])

@@ -107,8 +107,8 @@ def create_block_mask(
         tensor([[[2, 3, 3, 2]]], dtype=torch.int32)
     """
     block, sizes = as_block(BLOCK_SIZE), _extent(B, H, Q_LEN, KV_LEN)
-    made: BlockMask = _block_mask(mask_mod, sizes, block, _device(device), apart=separate_full_blocks)
-    return made
+    block_mask: BlockMask = _block_mask(mask_mod, sizes, block, _device(device), apart=separate_full_blocks)
+    return block_mask
 
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]
@@ -129,8 +129,8 @@ def _block_mask(mask_mod: MaskMod, sizes: Extent, block: tuple[int, int], device
         device=device,
     )
     _demote_overhang(classes, (sizes.Sq, sizes.Skv), block)
-    made = from_classes(classes, (sizes.Sq, sizes.Skv), block, mask_mod, by_column=True, apart=apart)
-    return made.expand(sizes.B, sizes.Hq)
+    block_mask = from_classes(classes, (sizes.Sq, sizes.Skv), block, mask_mod, by_column=True, apart=apart)
+    return block_mask.expand(sizes.B, sizes.Hq)
 
 
 def _demote_overhang(classes: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> None:
@@ -159,8 +159,8 @@ def create_mask(
         tensor([[[[ True, False],
                   [ True,  True]]]])
     """
-    made: Tensor = _mask(mod_fn, _extent(B, H, Q_LEN, KV_LEN), _device(device))
-    return made
+    mask: Tensor = _mask(mod_fn, _extent(B, H, Q_LEN, KV_LEN), _device(device))
+    return mask
 
 
 @torch.compiler.disable(reason=_NOT_IN_GRAPHS)  # type: ignore[untyped-decorator, no-untyped-call]

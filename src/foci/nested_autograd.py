@@ -70,8 +70,8 @@ def _fit(query: Any, key: Any, value: Any) -> bool:
 
 
 def _reads_no_gradient(function: Function) -> bool:
-    found = fingerprint(function)
-    return found is not None and not any(t.requires_grad for t in found.tensors)
+    closure = fingerprint(function)
+    return closure is not None and not any(t.requires_grad for t in closure.tensors)
 
 
 def _spans(tensor: Any) -> tuple[Tensor, int]:
@@ -111,8 +111,8 @@ class _NestedAttention(torch.autograd.Function):
         is_plain = type(gradient) in KINDS and ragged_dim(gradient) == _RAGGED and inner_lengths(gradient) is None
         if torch.is_grad_enabled() or not is_plain:
             return (None, *_recorded(call, tensors, gradient, ctx.needs_input_grad[1:]))
-        found = call.backward(_rows(tensors), (out, lse), inner_values(gradient).transpose(0, 1))
-        return (None, *[_nested(rows, like) for rows, like in zip(found, tensors, strict=True)])
+        grads = call.backward(_rows(tensors), (out, lse), inner_values(gradient).transpose(0, 1))
+        return (None, *[_nested(rows, like) for rows, like in zip(grads, tensors, strict=True)])
 
 
 _apply: Final[Any] = super(torch.autograd.Function, _NestedAttention).apply
@@ -125,6 +125,6 @@ def _recorded(call: PackedCall, tensors: tuple[Any, ...], gradient: Any, wanted:
         query, key, value = (t.values().transpose(0, 1) for t in tensors)
         out = call.differentiable((query, key, value))
     inputs = [t for t, on in zip(tensors, wanted, strict=True) if on]
-    given = gradient.values().transpose(0, 1)
-    found = iter(torch.autograd.grad(out, inputs, given, create_graph=torch.is_grad_enabled()))
-    return [next(found) if on else None for on in wanted]
+    grad_rows = gradient.values().transpose(0, 1)
+    grads = iter(torch.autograd.grad(out, inputs, grad_rows, create_graph=torch.is_grad_enabled()))
+    return [next(grads) if on else None for on in wanted]

@@ -61,8 +61,8 @@ def as_strided(results: Results) -> Results:
     """Results with each NestedTensor in strided layout."""
     out = _strided(results.out)
     lse = out if results.lse is results.out else _strided(results.lse)
-    others = results.row_max, results.column_sums, results.weights
-    return Results(out, lse, *(None if t is None else _strided(t) for t in others))
+    aux_tensors = results.row_max, results.column_sums, results.weights
+    return Results(out, lse, *(None if t is None else _strided(t) for t in aux_tensors))
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ class WeakCache(Generic[_Value]):
 
     def find(self, key: tuple[object, ...]) -> _Value | None:
         """Return what has that key. Keys hold the identity and version of what was read, which are those of a live tensor only."""
-        found = self._found.get(key)
-        if found is None or (found[0] and any(ref() is None for ref in found[0])):
+        entry = self._found.get(key)
+        if entry is None or (entry[0] and any(ref() is None for ref in entry[0])):
             return None
-        return found[1]
+        return entry[1]
 
     def add(self, key: tuple[object, ...], read: tuple[Tensor, ...], value: _Value | None) -> None:
         """Keeps a value found from `read`; what was found from tensors that are gone, goes, and the oldest where there are many."""

@@ -266,8 +266,8 @@ def import_(
     with _explained_packs():
         from foci import kernel_packs
 
-        found = kernel_packs.import_pack(pack)
-        _console().print(f"{len(found.names)} kernels in {found.path}", soft_wrap=True)
+        imported_pack = kernel_packs.import_pack(pack)
+        _console().print(f"{len(imported_pack.names)} kernels in {imported_pack.path}", soft_wrap=True)
 
 
 @kernels.command("list")
@@ -285,9 +285,9 @@ def verify(pack: Annotated[Path, typer.Argument(exists=True, dir_okay=False, hel
     with _explained_packs():
         from foci.kernel_packs import Pack
 
-        found = Pack(pack)
-        found.verify()
-        _console().print(f"{pack}: {len(found.names)} kernels, all as the manifest says", soft_wrap=True)
+        kernel_pack = Pack(pack)
+        kernel_pack.verify()
+        _console().print(f"{pack}: {len(kernel_pack.names)} kernels, all as the manifest says", soft_wrap=True)
 
 
 @kernels.command()

@@ -82,9 +82,9 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
     seen = []
     made = fused_encoder.Attention
 
-    def attention(*args, whole):
-        seen.append(whole)
-        return made(*args, whole=whole)
+    def attention(*args, no_padding):
+        seen.append(no_padding)
+        return made(*args, no_padding=no_padding)
 
     monkeypatch.setattr(fused_encoder, "Attention", attention)
     monkeypatch.setattr(fused_encoder.Stack, "_attentions", lambda *_: {})

@@ -67,15 +67,15 @@ def run_bench(options: Measuring, console: Console) -> None:
     lines: list[Line] = []
     console.print(f"{len(cases)} cases on {about['device']}; what is measured is compiled first", highlight=False)
     with progress(console, "cases", len(cases)) as advance:
-        for found in _measured(cases, square, request, options.jobs):
-            for line in found:
+        for case_lines in _measured(cases, square, request, options.jobs):
+            for line in case_lines:
                 if line.error is not None:
                     console.print(f"{line.case}, {line.who}: {line.error}", style="yellow", markup=False, soft_wrap=True)
                 if options.out is not None:
                     with options.out.open("a") as file:
                         file.write(json.dumps(line.as_json() | about) + "\n")
-            console.print(summary(found), markup=False, highlight=False, soft_wrap=True)
-            lines += found
+            console.print(summary(case_lines), markup=False, highlight=False, soft_wrap=True)
+            lines += case_lines
             advance()
     order = {case.name: place for place, case in enumerate(cases)}
     lines.sort(key=lambda line: order[line.case])

@@ -88,8 +88,8 @@ def _machine() -> Iterator[Fact]:
 
 def _of_backends() -> Iterator[Fact]:
     for name in backends.names():
-        for fact, found in backends.load(name).facts().items():
-            yield Fact(f"{name} backend, {fact}", *found)
+        for fact, value_and_tested in backends.load(name).facts().items():
+            yield Fact(f"{name} backend, {fact}", *value_and_tested)
 
 
 # A problem that every backend knows: what a backend declines here, it declines because of the machine.

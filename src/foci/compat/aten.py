@@ -60,8 +60,8 @@ def linear_with_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """relu(x weight^T + bias) of x [T, E], in one kernel where torch has that."""
     if _addmm_activation is None:
         return F.linear(x, weight, bias).relu_()
-    made: Tensor = _addmm_activation(bias, x, weight.t(), use_gelu=False)
-    return made
+    out: Tensor = _addmm_activation(bias, x, weight.t(), use_gelu=False)
+    return out
 
 
 # ---- operators in graphs ----

@@ -63,14 +63,14 @@ def is_inductor_stream(device: int, stream: int) -> bool:
     manager = get(device, create_if_none_exists=False)
     if manager is None:
         return False
-    own = getattr(manager, "stream", None)
-    return own is None or own.cuda_stream == stream
+    graph_stream = getattr(manager, "stream", None)
+    return graph_stream is None or graph_stream.cuda_stream == stream
 
 
 @functools.cache
 def _find_manager() -> Callable[..., Any] | None:
-    found: Callable[..., Any] | None = find(f"{_TREES}.get_manager", without="keeps nothing of calls on streams of their own")
-    return found
+    get_manager: Callable[..., Any] | None = find(f"{_TREES}.get_manager", without="keeps nothing of calls on streams of their own")
+    return get_manager
 
 
 Allocator: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -83,10 +83,10 @@ def allocator_on(device: torch.device) -> Allocator:
     fallback: Allocator = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)  # noqa: E731
     if device.type not in ("cpu", "cuda"):
         return fallback
-    found: Allocator = find(
+    allocator: Allocator = find(
         f"torch._C._dynamo.guards._empty_strided_{device.type}", fallback, without="allocates by torch.empty_strided, which is slower"
     )
-    return found
+    return allocator
 
 
 _foreach_copy: Final[Callable[[list[Tensor], list[Tensor]], Any] | None] = find(

@@ -73,6 +73,6 @@ def trace_like_flex_attention(name: str) -> bool:
 def _with_globals(function: Any, **replaced: Any) -> Callable[..., Any]:
     """A copy of a function that sees other values under some names of its module."""
     changed = {**function.__globals__, **replaced}
-    made = FunctionType(function.__code__, changed, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    clone = FunctionType(function.__code__, changed, function.__name__, function.__defaults__, function.__closure__)
+    clone.__kwdefaults__ = function.__kwdefaults__
+    return clone

@@ -32,8 +32,8 @@ def _exported() -> Tensor:
             return x + 1
 
     program = torch.export.export(Same(), (torch.zeros(2),))
-    found: Tensor = next(node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
-    return found
+    fake_tensor: Tensor = next(node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+    return fake_tensor
 
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def is_fake_tensor(value: Any) -> bool:
 
 def _detect_by_value(inputs: Iterable[Any] = ()) -> Any:
     of_inputs = (value.fake_mode for value in inputs if is_fake_tensor(value))
-    made: Any = torch.empty(0, device="cpu")
-    return next(of_inputs, made.fake_mode if is_fake_tensor(made) else None)
+    probe: Any = torch.empty(0, device="cpu")
+    return next(of_inputs, probe.fake_mode if is_fake_tensor(probe) else None)
 
 
 _detect: Final[Callable[..., Any]] = find(
@@ -65,8 +65,8 @@ _detect: Final[Callable[..., Any]] = find(
 
 def detect_fake_mode(inputs: Iterable[Any] = ()) -> FakeTensorMode | None:
     """The mode of fake tensors that the inputs live in, or that is on."""
-    found: FakeTensorMode | None = _detect(list(inputs))
-    return found
+    mode: FakeTensorMode | None = _detect(list(inputs))
+    return mode
 
 
 def is_making_fakes() -> bool:

@@ -109,8 +109,8 @@ def cpp_compiler() -> str:
 
 def has_triton() -> bool:
     """Whether Inductor can compile for CUDA devices."""
-    found = _look_up("torch.utils._triton.has_triton")
-    return importlib.util.find_spec("triton") is not None if found is None else bool(found())
+    torch_has_triton = _look_up("torch.utils._triton.has_triton")
+    return importlib.util.find_spec("triton") is not None if torch_has_triton is None else bool(torch_has_triton())
 
 
 def start_workers() -> None:

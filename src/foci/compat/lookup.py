@@ -53,12 +53,12 @@ def find(path: str, fallback: Any = None, *, without: str, seen: tuple[str, str]
         without: what foci does without the name; continues "without it, foci ...".
         seen: the first and the last release of the package that are known to have the name.
     """
-    found = _MISSING if is_taken_away(path) else _resolve(path)
+    value = _MISSING if is_taken_away(path) else _resolve(path)
     is_new = path not in _names
     if is_new:
-        _names[path] = PrivateName(path, seen, without, found is not _MISSING)
-    if found is not _MISSING:
-        return found
+        _names[path] = PrivateName(path, seen, without, value is not _MISSING)
+    if value is not _MISSING:
+        return value
     if is_new and not is_taken_away(path):
         warnings.warn(f"{path} is missing in the installed release: without it, foci {without}. `foci env` has a list.", stacklevel=2)
     return fallback
@@ -79,19 +79,19 @@ def find_first(*names: tuple[str, tuple[str, str]], fallback: Any = None, withou
 def _resolve(path: str) -> Any:
     """Return what a dotted path names, or `_MISSING`."""
     parts = path.split(".")
-    found: Any = importlib.import_module(parts[0])
+    value: Any = importlib.import_module(parts[0])
     for n, name in enumerate(parts[1:], 2):
-        owner = found
+        owner = value
         if isinstance(owner, type):
-            found = getattr(owner, name, getattr(owner, "__annotations__", {}).get(name, _MISSING))  # or a field of each instance
+            value = getattr(owner, name, getattr(owner, "__annotations__", {}).get(name, _MISSING))  # or a field of each instance
         elif hasattr(owner, name):
-            found = getattr(owner, name)
+            value = getattr(owner, name)
         else:
             try:
                 # a module that is being imported is no attribute of its package yet
-                found = importlib.import_module(".".join(parts[:n]))
+                value = importlib.import_module(".".join(parts[:n]))
             except ImportError:
                 return _MISSING
-        if found is _MISSING:
+        if value is _MISSING:
             return _MISSING
-    return found
+    return value

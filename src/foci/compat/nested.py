@@ -43,8 +43,8 @@ else:
 
 
 def _are_found(prefix: str, names: str) -> bool:
-    found = [find(f"{prefix}.{name}", without=_SLOWLY) for name in names.split()]  # all of them, so that each is noted
-    return all(each is not None for each in found)
+    objects = [find(f"{prefix}.{name}", without=_SLOWLY) for name in names.split()]  # all of them, so that each is noted
+    return all(each is not None for each in objects)
 
 
 HAS_FIELDS: Final[bool] = _are_found(_CLASS, "_values _offsets _lengths _size _strides _ragged_idx _metadata_cache")
@@ -106,9 +106,9 @@ def nested_of_rows(values: Tensor, like: Any, ragged: int) -> Tensor:
     """A NestedTensor of values whose sequences are those of another and stand in dim `ragged`."""
     if not HAS_FIELDS:
         return torch.nested.nested_tensor_from_jagged(values, like.offsets(), jagged_dim=ragged)
-    made: Any = NestedTensor(values, like._offsets, _ragged_idx=ragged)
-    made._metadata_cache = dict(like._metadata_cache)  # not given above, where its tensors would be marked again
-    return made  # type: ignore[no-any-return]
+    nested: Any = NestedTensor(values, like._offsets, _ragged_idx=ragged)
+    nested._metadata_cache = dict(like._metadata_cache)  # not given above, where its tensors would be marked again
+    return nested  # type: ignore[no-any-return]
 
 
 def _public_sizes(nested: Tensor) -> Tensor:
@@ -146,17 +146,17 @@ class _LearnedNested(NestedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         answer = _ANSWERS.get(func)
         if answer is None or kwargs or type(args[0 if func is not _VIEW else 2]._values) is not Tensor:
-            made = NestedTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            if func in _KEEP and type(made) is NestedTensor:
-                made.__class__ = _LearnedNested  # torch's compiler makes its stand-ins by these
-            return made
+            result = NestedTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            if func in _KEEP and type(result) is NestedTensor:
+                result.__class__ = _LearnedNested  # torch's compiler makes its stand-ins by these
+            return result
         return answer(*args)
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = NestedTensor.__tensor_unflatten__(*args, **kwargs)
-        made.__class__ = _LearnedNested
-        return made
+        nested: Tensor = NestedTensor.__tensor_unflatten__(*args, **kwargs)
+        nested.__class__ = _LearnedNested
+        return nested
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         build, (function, _, *rest) = super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -206,8 +206,13 @@ def nested_like(tokens: Tensor, like: Any, kind: type[NestedTensor] = NestedTens
 
 
 def _made(values: Tensor, like: Any, cache: dict[str, Any], kind: type[NestedTensor]) -> Tensor:
-    own = like._values
-    if like._ragged_idx != 1 or values.shape[1:] != own.shape[1:] or values.stride() != own.stride() or values.device != own.device:
+    like_values = like._values
+    if (
+        like._ragged_idx != 1
+        or values.shape[1:] != like_values.shape[1:]
+        or values.stride() != like_values.stride()
+        or values.device != like_values.device
+    ):
         return NestedTensor(values, like._offsets, _metadata_cache=cache)
     of_nested, of_values = _marks()
     mark_dynamic = _find_mark_dynamic()
@@ -216,16 +221,16 @@ def _made(values: Tensor, like: Any, cache: dict[str, Any], kind: type[NestedTen
     for extreme in cache.values():
         if extreme is not None and not hasattr(extreme, _MARK):
             mark_dynamic(extreme, 0)
-    made: Any = Tensor._make_wrapper_subclass(
+    nested: Any = Tensor._make_wrapper_subclass(
         kind, like._size, like._strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
         "sizes", False, True, _KEYS, storage_size=values.untyped_storage().size(),
     )  # fmt: skip
-    made._ragged_idx, made._size, made._strides = 1, like._size, like._strides
-    made._values, made._offsets, made._lengths, made._metadata_cache = values, like._offsets, None, cache
-    for tensor, marks in ((made, of_nested), (values, of_values)):
+    nested._ragged_idx, nested._size, nested._strides = 1, like._size, like._strides
+    nested._values, nested._offsets, nested._lengths, nested._metadata_cache = values, like._offsets, None, cache
+    for tensor, marks in ((nested, of_nested), (values, of_values)):
         for name, mark in marks.items():
             setattr(tensor, name, copy.copy(mark))
-    return made  # type: ignore[no-any-return]
+    return nested  # type: ignore[no-any-return]
 
 
 _MARK: Final = "_dynamo_dynamic_indices"
@@ -234,8 +239,8 @@ _MARK: Final = "_dynamo_dynamic_indices"
 @functools.cache
 def _find_mark_dynamic() -> Callable[[Tensor, int], None] | None:
     """Not looked up on import, as that would import torch's compiler."""
-    found: Callable[[Tensor, int], None] | None = find("torch._dynamo.mark_dynamic", without=_SLOWLY)
-    return found
+    mark_dynamic: Callable[[Tensor, int], None] | None = find("torch._dynamo.mark_dynamic", without=_SLOWLY)
+    return mark_dynamic
 
 
 @functools.cache
@@ -243,8 +248,8 @@ def _marks() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it."""
     with torch.inference_mode(mode=False):
         values = torch.empty((1, 1), device="cpu")
-        made = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"))
-    return {name: mark for name, mark in vars(made).items() if "dynamo" in name}, dict(vars(values))
+        nested = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"))
+    return {name: mark for name, mark in vars(nested).items() if "dynamo" in name}, dict(vars(values))
 
 
 def _view(

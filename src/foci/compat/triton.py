@@ -49,17 +49,17 @@ def release() -> tuple[int, int]:
 
 def untested_release(features: Collection[str]) -> str | None:
     """The release that a target's features name, such as "3.10" for "triton-3.10"; None for a tested one, or if they name none."""
-    found = next((feature.removeprefix("triton-") for feature in features if feature.startswith("triton-")), None)
-    return None if found in {f"{major}.{minor}" for major, minor in TESTED} else found
+    version = next((feature.removeprefix("triton-") for feature in features if feature.startswith("triton-")), None)
+    return None if version in {f"{major}.{minor}" for major, minor in TESTED} else version
 
 
 @functools.cache
 def async_compile_mode() -> ContextVar[Any] | None:
     """The context variable with the asynchronous compiler that Triton uses; None where Triton has no such variable."""
-    found: ContextVar[Any] | None = find(
+    active_mode: ContextVar[Any] | None = find(
         "triton.runtime._async_compile.active_mode", without="compiles new kernels one after the other", seen=("3.6", "3.9")
     )
-    return found
+    return active_mode
 
 
 class Bottom(NamedTuple):
@@ -86,33 +86,33 @@ def find_bottom(compiled: Any) -> Bottom | None:
         run, metadata = around.get("launcher"), list(around.get("tensordesc_meta") or ())
     if not callable(run) or launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
         return None
-    found, switches = release(), (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    version, switches = release(), (launcher.launch_cooperative_grid, launcher.launch_pdl)
     unwatched = (None, None, None)
-    if found not in TESTED:
+    if version not in TESTED:
         return None
-    if found == (3, 6):
+    if version == (3, 6):
         return Bottom(run, metadata, _make_map, (*switches, None, None, compiled.packed_metadata, *unwatched), are_packed=False)
     facts = (getattr(launcher, "arg_annotations", None), getattr(launcher, "kernel_signature", None))
     if None in facts:
         return None
     # hooks, then no scratch memory
     settings = (*switches, compiled.packed_metadata, *unwatched, None, None, *facts)
-    return Bottom(run, metadata, _make_map if found == (3, 7) else _make_map_of_three, settings, are_packed=True)
+    return Bottom(run, metadata, _make_map if version == (3, 7) else _make_map_of_three, settings, are_packed=True)
 
 
 def _make_map(described: Any, metadata: Any) -> list[Any]:
     from triton.backends.nvidia import driver
 
-    made: list[Any] = driver.make_tensordesc_arg(described, metadata)
-    return made
+    tensor_map: list[Any] = driver.make_tensordesc_arg(described, metadata)
+    return tensor_map
 
 
 def _make_map_of_three(described: Any, metadata: Any) -> list[Any]:
     """Make a tensor map from Triton 3.8 on, whose function also takes what precedes a launch's arguments and does not read it."""
     from triton.backends.nvidia import driver
 
-    made: list[Any] = driver.make_tensordesc_arg(described, metadata, ())
-    return made
+    tensor_map: list[Any] = driver.make_tensordesc_arg(described, metadata, ())
+    return tensor_map
 
 
 class KernelSource(NamedTuple):
@@ -154,8 +154,8 @@ def kernel_source(cache_key: str, inputs: Mapping[str, Any]) -> KernelSource | N
 
 def cached_files(source: KernelSource) -> dict[str, str]:
     """Paths of a kernel's files in Triton's cache on disk, by file name; none where it is not there."""
-    found: dict[str, str] = _find_cache(source).get_group(_metadata_name(source)) or {}
-    return found if _metadata_name(source) in found else {}
+    paths: dict[str, str] = _find_cache(source).get_group(_metadata_name(source)) or {}
+    return paths if _metadata_name(source) in paths else {}
 
 
 def keep_files(source: KernelSource, files: Mapping[str, bytes]) -> None:

@@ -74,13 +74,13 @@ def register() -> None:
         >>> "FOCI" in torch.nn.attention.list_flash_attention_impls()
         True
     """
-    found = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if found is None:
+    register_impl = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register_impl is None:
         raise RuntimeError(
             f"torch {torch.__version__} has no registry of flash attention implementations, torch 2.11 to 2.13 have: "
             "foci.patch() routes scaled_dot_product_attention and varlen_attn to foci in every torch"
         )
-    found(NAME, register_fn=install)
+    register_impl(NAME, register_fn=install)
 
 
 def install(device: str = "CUDA") -> Handle:
@@ -145,8 +145,8 @@ def dense_backward(
     """`aten::_scaled_dot_product_flash_attention_backward`: gradients of query, key and value."""
     _refuse(dropout_p=dropout_p)
     extras = Extras(Outputs(), scale=scale)
-    made = _differentiate((query, key, value), _dense_mask((query, key), is_causal), extras, (out, logsumexp), grad_out, packed=False)
-    return _lying_as(made[0], query), _lying_as(made[1], key), _lying_as(made[2], value)
+    grads = _differentiate((query, key, value), _dense_mask((query, key), is_causal), extras, (out, logsumexp), grad_out, packed=False)
+    return _lying_as(grads[0], query), _lying_as(grads[1], key), _lying_as(grads[2], value)
 
 
 def flash_forward(
@@ -202,8 +202,8 @@ def flash_forward(
 
 def flash_forward_into(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`aten::_flash_attention_forward_no_dropout_inplace`: `flash_forward` written to `out`; the logsumexp."""
-    made, lse, *_ = flash_forward(*args, **kwargs)
-    out.copy_(made)
+    attn_out, lse, *_ = flash_forward(*args, **kwargs)
+    out.copy_(attn_out)
     return lse
 
 
@@ -233,12 +233,12 @@ def flash_backward(
     if _is_packed(cum_seq_q, cum_seq_k):
         extras = Extras(Outputs(), scale=scale, cu_q=cum_seq_q, cu_kv=cum_seq_k, max_q=max_q, max_kv=max_k)
         mask = _mask(*_window(is_causal, window_size_left, window_size_right), lower_right=True)
-        made = _differentiate(tensors, mask, extras, (out, logsumexp), grad_out, packed=True)
+        grads = _differentiate(tensors, mask, extras, (out, logsumexp), grad_out, packed=True)
     else:
-        rows, extras, given = _by_heads(tensors), Extras(Outputs(), scale=scale), (out.transpose(1, 2), logsumexp)
+        rows, extras, forward_results = _by_heads(tensors), Extras(Outputs(), scale=scale), (out.transpose(1, 2), logsumexp)
         mask = _dense_mask(rows, is_causal, window_size_left, window_size_right)
-        made = _by_heads(_differentiate(rows, mask, extras, given, grad_out.transpose(1, 2), packed=False))
-    return _lying_as(made[0], query), _lying_as(made[1], key), _lying_as(made[2], value)
+        grads = _by_heads(_differentiate(rows, mask, extras, forward_results, grad_out.transpose(1, 2), packed=False))
+    return _lying_as(grads[0], query), _lying_as(grads[1], key), _lying_as(grads[2], value)
 
 
 def refuse_quantised(*args: Any, **kwargs: Any) -> Any:
@@ -324,15 +324,15 @@ def _differentiate(
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Mask | None,
     extras: Extras,
-    found: tuple[Tensor, Tensor],
+    forward_results: tuple[Tensor, Tensor],
     grad_out: Tensor,
     *,
     packed: bool,
 ) -> Gradients:
     """Gradients of [B, H, S, D], or packed [T, H, D], by what the forward pass found and the gradient of out."""
     with _by_foci(tensors[0]):
-        made = backward_now(*_plan_backward(tensors, mask, extras, packed=packed), found, (grad_out,))
-    return made[0], made[1], made[2]  # type: ignore[return-value]
+        grads = backward_now(*_plan_backward(tensors, mask, extras, packed=packed), forward_results, (grad_out,))
+    return grads[0], grads[1], grads[2]  # type: ignore[return-value]
 
 
 def _plan_backward(tensors: tuple[Tensor, Tensor, Tensor], mask: Mask | None, extras: Extras, *, packed: bool) -> PlannedCall:

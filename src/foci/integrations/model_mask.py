@@ -108,9 +108,9 @@ class ModelMask(Mask):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", str(function))
-        given = [a._written_out(name) if isinstance(a, ModelMask) else a for a in args]
+        positional = [a._written_out(name) if isinstance(a, ModelMask) else a for a in args]
         named = {k: v._written_out(name) if isinstance(v, ModelMask) else v for k, v in (kwargs or {}).items()}
-        return function(*given, **named)
+        return function(*positional, **named)
 
     def _written_out(self, name: str) -> Tensor:
         if name.strip("_") in _ARITHMETIC:

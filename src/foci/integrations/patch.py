@@ -115,11 +115,17 @@ def _create_block_mask(
         return Mask(mask_mod)  # the analysis follows at run time, with the lengths and values of the call
     from torch.nn.attention.flex_attention import BlockMask
 
-    made = mask_mods.create_block_mask(
+    block_mask = mask_mods.create_block_mask(
         mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
     )
     return BlockMask.from_kv_blocks(
-        made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices, made.BLOCK_SIZE, mask_mod, made.seq_lengths
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+        block_mask.BLOCK_SIZE,
+        mask_mod,
+        block_mask.seq_lengths,
     )
 
 
@@ -281,16 +287,16 @@ def _restore() -> None:
 def _search_for_torchs(*, only_main: bool) -> None:
     # torch.compile looks torch's functions up by name once per process: before other functions go by these names.
     importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
-    found = [getattr(importlib.import_module(module), name) for module, name, _ in _ROUTES]
-    routes = {id(original): function for original, function in zip(found, _FOCIS, strict=True)}
-    if only_main and all(old is new for old, new in zip(_search.torchs, found, strict=False)):
+    originals = [getattr(importlib.import_module(module), name) for module, name, _ in _ROUTES]
+    routes = {id(original): function for original, function in zip(originals, _FOCIS, strict=True)}
+    if only_main and all(old is new for old, new in zip(_search.torchs, originals, strict=False)):
         main = _find_places([vars(sys.modules["__main__"])], routes)
         known = {(id(place.names), place.name) for place in _search.places}
         _search.places += [place for place in main if (id(place.names), place.name) not in known]
     else:
         _search.places = _find_places(_globals(), routes)
     compiled = {id(place.old): place.old for place in _search.places if id(place.old) not in routes}
-    _search.torchs = [*found, *compiled.values()]
+    _search.torchs = [*originals, *compiled.values()]
 
 
 def _search_for_focis() -> None:

@@ -58,11 +58,11 @@ def build(arch: str, path: str | os.PathLike[str] | None = None, *, select: str 
     """
     from foci.kernel_packs.offline import compile_common
 
-    made = Path(path) if path is not None else Path(f"foci-{arch}{SUFFIX}")
+    pack_path = Path(path) if path is not None else Path(f"foci-{arch}{SUFFIX}")
     folder = Path(tempfile.mkdtemp(prefix="foci-kernels-"))
     try:
         compile_common(arch, select, folder, jobs or len(os.sched_getaffinity(0)))
-        return _write(made, arch, folder)
+        return _write(pack_path, arch, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -137,11 +137,11 @@ def installed() -> list[Pack]:
 
 def clear() -> list[Path]:
     """Remove all imported packs, and return their paths. Packs of wheels go with `pip uninstall`."""
-    found = installed_packs.imported()
-    for path in found:
+    paths = installed_packs.imported()
+    for path in paths:
         path.unlink(missing_ok=True)
     installed_packs.forget()
-    return found
+    return paths
 
 
 @contextlib.contextmanager

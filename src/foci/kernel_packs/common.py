@@ -87,7 +87,7 @@ def _decode(dim: int, dtype: torch.dtype) -> None:
 
 
 def _all() -> dict[str, Problem]:
-    found: dict[str, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], None]] = {}
     for dtype in _DTYPES:
         for dim in _DIMS:
             end = f"D {dim} {str(dtype).removeprefix('torch.')}"
@@ -95,9 +95,9 @@ def _all() -> dict[str, Problem]:
                 for needs_grad in (False, True):
                     name = f"{kind} {end} {'forward and backward' if needs_grad else 'forward'}"
                     packed = kind.startswith("varlen")
-                    found[name] = lambda c=call, d=dim, t=dtype, g=needs_grad, p=packed: _run(c, d, t, needs_grad=g, is_packed=p)  # type: ignore[misc]
-            found[f"decode {end} forward"] = lambda d=dim, t=dtype: _decode(d, t)  # type: ignore[misc]
-    return {name: Problem(name, run) for name, run in found.items()}
+                    runs[name] = lambda c=call, d=dim, t=dtype, g=needs_grad, p=packed: _run(c, d, t, needs_grad=g, is_packed=p)  # type: ignore[misc]
+            runs[f"decode {end} forward"] = lambda d=dim, t=dtype: _decode(d, t)  # type: ignore[misc]
+    return {name: Problem(name, run) for name, run in runs.items()}
 
 
 COMMON = _all()

@@ -62,8 +62,8 @@ def check_arch(arch: str) -> None:
     """
     if arch == "cpu":
         return
-    found = re.fullmatch(r"sm_(\d{2,3})", arch)
-    if found is None or int(found[1]) < OLDEST:
+    match = re.fullmatch(r"sm_(\d{2,3})", arch)
+    if match is None or int(match[1]) < OLDEST:
         raise ArgumentError(f"arch must be cpu, or sm_{OLDEST} or a later compute capability, such as sm_90; got {arch!r}")
     if release() == (0, 0):
         raise ArgumentError(f"kernels for {arch} need Triton, which is not installed: pip install 'foci[gpu]'")
@@ -77,13 +77,13 @@ def _selected(select: str, arch: str) -> list[str]:
     """
     if select == "common":
         return names_for(arch)
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for words in select.split(","):
         having = [name for name in COMMON if words.strip() in name]
         if not having:
             raise ArgumentError(f"no common problem's name holds {words.strip()!r}; names are such as {next(iter(COMMON))!r}")
-        found |= dict.fromkeys(having)
-    return [*found]
+        names |= dict.fromkeys(having)
+    return [*names]
 
 
 class _Launcher:

@@ -205,16 +205,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         k = k.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
         v = v.unflatten(-1, [self.num_kv_heads, self.head_dim]).transpose(1, 2)
         dropout = float(self.dropout) if self.training else 0.0  # TorchScript tells 0 from 0.0
-        out, found = torchscript.attention((q, k, v), blocked, padding, dropout, need_weights, (self._as_it_is, self._added))
+        out, attn_weights = torchscript.attention((q, k, v), blocked, padding, dropout, need_weights, (self._as_it_is, self._added))
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if not self.batch_first:
             out = out.transpose(0, 1)
-        if found is not None and average_attn_weights:
-            found = found.mean(dim=1)
+        if attn_weights is not None and average_attn_weights:
+            attn_weights = attn_weights.mean(dim=1)
         if not batched:
             out = out.squeeze(0 if self.batch_first else 1)
-            found = None if found is None else found.squeeze(0)
-        return out, found
+            attn_weights = None if attn_weights is None else attn_weights.squeeze(0)
+        return out, attn_weights
 
     def _check_features(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         got, wanted = (query.shape[-1], key.shape[-1], value.shape[-1]), (self.embed_dim, self.kdim, self.vdim)
@@ -236,8 +236,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
         """[..., H, D], [..., Hkv, D] and [..., Hkv, D]; one product where the inputs are one tensor, two where key and value are."""
-        own: Any = self
-        size, kv_heads = self.embed_dim, own.num_kv_heads
+        module: Any = self
+        size, kv_heads = self.embed_dim, module.num_kv_heads
         width = kv_heads * self.head_dim
         weight: Tensor | None = parameter(self, "in_proj_weight")
         bias: Tensor | None = parameter(self, "in_proj_bias")
@@ -263,8 +263,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _own(self) -> Functions:
         """The module's own mask and score."""
-        own: Any = self
-        variants: tuple[Any, Any] = (own.mask, own.score)
+        module: Any = self
+        variants: tuple[Any, Any] = (module.mask, module.score)
         if variants[0] is None and variants[1] is None:
             return masking.NOTHING
         mask, score = (variant() if isinstance(variant, torch.nn.Module) else variant for variant in variants)
@@ -280,8 +280,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             keys.append(self.bias_k.view(1, -1, self.head_dim))
             values.append(self.bias_v.view(1, -1, self.head_dim))
         if self.add_zero_attn:
-            own: Any = self
-            zeros = self.out_proj.weight.new_zeros((1, own.num_kv_heads, self.head_dim))
+            module: Any = self
+            zeros = self.out_proj.weight.new_zeros((1, module.num_kv_heads, self.head_dim))
             keys.append(zeros)
             values.append(zeros)
         return (torch.cat(keys), torch.cat(values)) if keys else None
@@ -317,10 +317,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             functions = masking.with_extra_keys(functions, count)
         options: Any = {"mask": functions.mask, "score": functions.score, "dropout_p": self.dropout if self.training else 0.0}
         if pages is None:
-            found = foci.attention(q, k, v, return_aux=asked, **options)
+            results = foci.attention(q, k, v, return_aux=asked, **options)
         else:
-            found = foci.paged_attention(q, k, v, pages.table, pages.lengths, max_kv=pages.longest, return_aux=asked, **options)
-        out, aux = found if isinstance(found, tuple) else (found, None)
+            results = foci.paged_attention(q, k, v, pages.table, pages.lengths, max_kv=pages.longest, return_aux=asked, **options)
+        out, aux = results if isinstance(results, tuple) else (results, None)
         return project_out(self.out_proj, out.transpose(1, 2).flatten(2)), aux
 
     def _heads(
@@ -370,12 +370,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         mask, score = functions.mask, functions.score
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in tensors)
         which = (None if score is None else score.function, None if mask is None else mask.function)
-        found = run((q, k, v), *which, replace(extras, outputs=asked))
-        given = (found.lse if asked.lse else None, found.row_max, found.column_sums)
-        lse, row_max, column_sums = (None if t is None else t.squeeze(0) for t in given)
+        results = run((q, k, v), *which, replace(extras, outputs=asked))
+        statistics = (results.lse if asked.lse else None, results.row_max, results.column_sums)
+        lse, row_max, column_sums = (None if t is None else t.squeeze(0) for t in statistics)
         aux = foci.AuxOutput(lse, row_max, column_sums, None)
         assert extras.cu_kv is not None
-        return project_out(self.out_proj, found.out.squeeze(0).transpose(0, 1).flatten(1)), aux, extras.cu_kv
+        return project_out(self.out_proj, results.out.squeeze(0).transpose(0, 1).flatten(1)), aux, extras.cu_kv
 
     def _call_of_packed(
         self, inputs: Projected, padding: Packing | Pair, attn_mask: Tensor | None, *, is_causal: bool

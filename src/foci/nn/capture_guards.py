@@ -40,8 +40,8 @@ class Watch:
         self._hooks = [state[name] for state in self._lower for name in HOOKS]
         self._children = [submodules(m) for m in modules]
         self._were = [tuple(children.values()) for children in self._children]
-        found = list(_tensors(modules))
-        self._named, self._tensors = [(tensors, name) for tensors, name, _ in found], [t for _, _, t in found]
+        named_tensors = list(_tensors(modules))
+        self._named, self._tensors = [(tensors, name) for tensors, name, _ in named_tensors], [t for _, _, t in named_tensors]
         self.places = [Place(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
         self._parameters = tuple({id(p.parameter): p.parameter for p in self.places}.values())
         self._settings = [(state, name) for state in self._states for name in _SETTINGS if name in state]
@@ -49,7 +49,7 @@ class Watch:
         self._memory = self._addresses()
         self._functions = _functions(modules)
         self._closed = [_closed(function) for function in self._functions]
-        self._held = [found.tensors for found in map(fingerprint, self._functions) if found is not None]
+        self._held = [closure.tensors for closure in map(fingerprint, self._functions) if closure is not None]
         self.is_exact = any(map(_may_index, self._functions))
 
     def _read(self) -> list[Any]:
@@ -97,16 +97,16 @@ def _tensors(modules: list[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], s
 
 def _functions(modules: list[torch.nn.Module]) -> list[Any]:
     """Masks and scores that attentions have of their own."""
-    own = [getattr(m, name) for m in modules if isinstance(m, MultiheadAttention) for name in ("mask", "score")]
-    return [getattr(f, "function", f) for f in own if f is not None]
+    variants = [getattr(m, name) for m in modules if isinstance(m, MultiheadAttention) for name in ("mask", "score")]
+    return [getattr(f, "function", f) for f in variants if f is not None]
 
 
 def _closed(function: Any) -> object:
     """Return what a function computes by, where that can be told."""
-    found = fingerprint(function)
-    return None if found is None else (found.structure, found.numbers, [(id(t), t.data_ptr()) for t in found.tensors])
+    closure = fingerprint(function)
+    return None if closure is None else (closure.structure, closure.numbers, [(id(t), t.data_ptr()) for t in closure.tensors])
 
 
 def _may_index(function: Any) -> bool:
-    found = None if isinstance(function, torch.nn.Module) else fingerprint(function)
-    return found is None or bool(found.tensors)
+    closure = None if isinstance(function, torch.nn.Module) else fingerprint(function)
+    return closure is None or bool(closure.tensors)

@@ -103,8 +103,8 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
             if is_traced(tgt, memory):
                 masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
                 return leaf(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, cache)  # type: ignore[no-any-return]
-            given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
-            return self._run(given, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
+            inputs = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
+            return self._run(inputs, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
 
     def _scripted(
         self, tgt: Tensor, memory: Tensor, masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], tgt_is_causal: bool,
@@ -132,20 +132,20 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         return torchscript.zeroed(x, padding, batch_first)
 
     def _run(
-        self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
+        self, inputs: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
         causal: tuple[bool, bool], cache: LayerCache | None,
     ) -> Tensor:  # fmt: skip
-        check_input(tgt=given[0][0], memory=given[1][0])
-        if isinstance(given[0][1], Packing) and isinstance(given[1][1], Packing):
-            for x, padding in given:
+        check_input(tgt=inputs[0][0], memory=inputs[1][0])
+        if isinstance(inputs[0][1], Packing) and isinstance(inputs[1][1], Packing):
+            for x, padding in inputs:
                 pack_batch(x, padding, batch_first=True, may_pack=cache is None)
-            return self._layer(*given, masks, causal, cache)
+            return self._layer(*inputs, masks, causal, cache)
         batch_first = self.self_attn.batch_first
-        check_masks(*masks, given[0][1], given[1][1])
+        check_masks(*masks, inputs[0][1], inputs[1][1])
         reason = why_not_tokens(self, TransformerDecoderLayer, _BLOCKS)
-        target, source = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
+        target, source = enter_both(*inputs, batch_first=batch_first, may_pack=reason is None and cache is None)
         out = self._layer(target, source, masks, causal, cache)
-        return restore_batch(out, target[1], batch_first=batch_first, given=given[0][1])
+        return restore_batch(out, target[1], batch_first=batch_first, input_padding=inputs[0][1])
 
     def _layer(
         self, target: tuple[Tensor, Any], memory: tuple[Tensor, Any], masks: tuple[Tensor | None, ...], causal: tuple[bool, bool],
@@ -242,8 +242,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             if is_traced(tgt, memory):
                 masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
                 return leaf(self, tgt, memory, *masks, tgt_is_causal, memory_is_causal, cache)  # type: ignore[no-any-return]
-            given = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
-            return self._run(given, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
+            inputs = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
+            return self._run(inputs, (tgt_mask, memory_mask), (tgt_is_causal, memory_is_causal), cache)
 
     def _scripted(
         self, tgt: Tensor, memory: Tensor, masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
@@ -261,17 +261,17 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         return torchscript.zeroed(x, masks[2], self.layers[0].self_attn.batch_first)
 
     def _run(
-        self, given: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
+        self, inputs: tuple[tuple[Tensor, Any], tuple[Tensor, Any]], masks: tuple[Tensor | None, Tensor | None],
         is_causal: tuple[bool | None, bool], cache: KVCache | None,
     ) -> Tensor:  # fmt: skip
-        (tgt, tgt_padding), (memory, memory_padding) = given
+        (tgt, tgt_padding), (memory, memory_padding) = inputs
         check_input(tgt=tgt, memory=memory)
         check_masks(*masks, tgt_padding, memory_padding)
         layers: Any = self.layers
         check_cache(cache, len(layers))
         batch_first = is_batch_first(layers)
         reason = next((r for r in map(overridden, layers) if r is not None), None)
-        (x, padding), (mem, hidden) = enter_both(*given, batch_first=batch_first, may_pack=reason is None and cache is None)
+        (x, padding), (mem, hidden) = enter_both(*inputs, batch_first=batch_first, may_pack=reason is None and cache is None)
         if reason is not None and (isinstance(padding, Tensor) or isinstance(hidden, Tensor)):
             warn_padded(self, reason)
         ragged = is_nested(tgt) or isinstance(tgt_padding, Packing)
@@ -288,7 +288,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             )  # fmt: skip
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return restore_batch(x, padding, batch_first=batch_first, given=tgt_padding)
+        return restore_batch(x, padding, batch_first=batch_first, input_padding=tgt_padding)
 
 
 def check_masks(tgt_mask: Any, memory_mask: Any, tgt_key_padding_mask: Any, memory_key_padding_mask: Any) -> None:

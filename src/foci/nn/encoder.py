@@ -263,7 +263,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             x = layer(x, src_mask=mask, is_causal=causal, src_key_padding_mask=padding, **more)
         if self.norm is not None:
             x = caller()(self.norm, x)
-        return restore_batch(x, padding, batch_first=batch_first, given=src_key_padding_mask)
+        return restore_batch(x, padding, batch_first=batch_first, input_padding=src_key_padding_mask)
 
 
 def attend_self(layer: Any, x: Tensor, mask: Tensor | None, padding: Any, *, is_causal: bool, cache: LayerCache | None) -> Tensor:
@@ -322,9 +322,9 @@ def why_not_tokens(layer: torch.nn.Module, base: type, methods: Sequence[str]) -
     if getattr(layer, "takes_tokens", False):
         return None
     kind, state = type(layer), vars(layer)
-    own = [name for name in methods if name in state or (kind is not base and getattr(kind, name) is not getattr(base, name))]
-    if own:
-        return f"{type(layer).__name__} has a {own[0]} of its own; set takes_tokens = True in it if that works on tokens [T, E]"
+    overrides = [name for name in methods if name in state or (kind is not base and getattr(kind, name) is not getattr(base, name))]
+    if overrides:
+        return f"{type(layer).__name__} has a {overrides[0]} of its own; set takes_tokens = True in it if that works on tokens [T, E]"
     parts = submodules(layer)
     attentions = [parts[name] for name in ("self_attn", "multihead_attn") if name in parts]
     if not all(map(is_plain_attention, attentions)):

@@ -93,9 +93,9 @@ class Stack:
         self._layers = [self._looked_at(kind, layer) for layer in layers]
         self._kinds = [*map(type, self._parts)]
         self._values = [read(state) for state, read in self._settings]
-        if not all(name in own for own, name in self._places):
+        if not all(name in parameters for parameters, name in self._places):
             raise _Unlike  # parametrized
-        self._lacks = [own[name] is None for own, name in self._places]
+        self._lacks = [parameters[name] is None for parameters, name in self._places]
         self._last: tuple[tuple[object, ...], Tensor, int, _Shared] | None = None
         self._lacks_some = True in self._lacks
 
@@ -153,12 +153,12 @@ class Stack:
         if (is_causal and mask is None) or not _is_plain_call(x, packing):
             return None
         try:
-            given: list[Any] = [own[name] for own, name in self._places]
+            params: list[Any] = [parameters[name] for parameters, name in self._places]
         except KeyError:  # parametrized
             return None
-        if self._lacks_some and [t is None for t in given] != self._lacks:
+        if self._lacks_some and [t is None for t in params] != self._lacks:
             return None
-        tensors = [t for t in given if t is not None] if self._lacks_some else given
+        tensors = [t for t in params if t is not None] if self._lacks_some else params
         if not _PLAIN.issuperset(map(type, tensors)):  # or taken away since
             return None
         facts = {*map(_facts_of, tensors)}  # a few
@@ -169,11 +169,11 @@ class Stack:
         is_seen, as_node = needs_grad or casts, needs_grad and not casts and x.device.type in _AS_NODES
         if any(layer.plan.width[0] != x.shape[1] for layer in self._layers[:1]):
             return None  # modules say what is wrong
-        rows = layer_rows(x, self._layers[0].plan, given, needs_grad=needs_grad) if self._layers and (as_node or not is_seen) else None
+        rows = layer_rows(x, self._layers[0].plan, params, needs_grad=needs_grad) if self._layers and (as_node or not is_seen) else None
         shared = {} if casts or mask is not None else self._attentions(x, packing)
         for n, layer in enumerate(self._layers):
-            own = layer.attention.__dict__
-            is_bare = own.get("mask", own) is None and own.get("score", own) is None
+            attention_state = layer.attention.__dict__
+            is_bare = attention_state.get("mask", attention_state) is None and attention_state.get("score", attention_state) is None
             attention = shared.get(layer.alike) if is_bare else None
             if attention is None:
                 attention = _read_attention(layer.attention, mask, packing, is_causal=is_causal, tokens=x.shape[0])
@@ -181,7 +181,7 @@ class Stack:
                 shared[layer.alike] = attention
             if not is_seen and torch.is_grad_enabled() and attention.captures_learn:
                 is_seen = True  # from here on there are gradients, though no parameter wants one
-            p = given[_PLACES * n : _PLACES * (n + 1)]
+            p = params[_PLACES * n : _PLACES * (n + 1)]
             if as_node and attention.captures_nothing:
                 x = compute_layer_saving(layer.plan, attention, rows, x, p)
             else:
@@ -194,9 +194,9 @@ class Stack:
         offsets, tokens = packing.offsets, x.shape[0]
         if packing.bias is not None or offsets.is_inference():
             return {}
-        whole, version = packing.is_whole(tokens), version_of(offsets)
+        no_padding, version = packing.is_whole(tokens), version_of(offsets)
         form = (
-            offsets.shape, offsets.dtype, offsets.device, round_bound(packing.longest), tokens > 1, whole, x.dtype, x.device,
+            offsets.shape, offsets.dtype, offsets.device, round_bound(packing.longest), tokens > 1, no_padding, x.dtype, x.device,
             read_environment(allowed_backends(), x.device),
         )  # fmt: skip
         last = self._last
@@ -282,4 +282,4 @@ def _read_attention(attention: Any, mask: Tensor | None, packing: Packing, *, is
     score, attend = functions.score, functions.mask
     extras = attention._extras(packing, packing.offsets, packing.longest, functions)
     which = (None if score is None else score.function, None if attend is None else attend.function)
-    return Attention(*which, extras, whole=packing.is_whole(tokens))
+    return Attention(*which, extras, no_padding=packing.is_whole(tokens))

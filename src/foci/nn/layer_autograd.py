@@ -153,8 +153,8 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan, outline, passes, count, sums = ctx.facts
         saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[3:], 12 + count + 7
-        p, others, kept = saved[:12], saved[12:rest], list(saved[rest:])
-        call = PackedCall(outline, others[:count], OptionalTensors(*others[count:]), passes)
+        p, call_tensors, kept = saved[:12], saved[12:rest], list(saved[rest:])
+        call = PackedCall(outline, call_tensors[:count], OptionalTensors(*call_tensors[count:]), passes)
         if torch.is_grad_enabled() or is_legacy_batched(dy):
             return (None, None, None, *_recorded(plan, (kept[0], *p), call, _dropout_masks(plan, kept), dy, wanted))
         del saved
@@ -171,20 +171,20 @@ def _layer_sums(plan: Plan, wanted: tuple[bool, ...], rows: Rows, p: Parameters)
     weight_in, weight_first = p[IN], p[FIRST]
     assert weight_in is not None and weight_first is not None
     has = p[NORM1] is not None, p[NORM1 + 1] is not None, p[NORM2] is not None, p[NORM2 + 1] is not None
-    found = layer_backward(rows.kernels, plan, wanted, weight_in.dtype, weight_first.shape[0], weight_in.shape[0], has)
-    found.begin(rows)
-    return found
+    sums = layer_backward(rows.kernels, plan, wanted, weight_in.dtype, weight_first.shape[0], weight_in.shape[0], has)
+    sums.begin(rows)
+    return sums
 
 
 @functools.lru_cache(maxsize=256)
 def _needed_input_gradients(wanted: tuple[bool, ...], norm_first: bool) -> dict[int, bool]:
     """Whether the gradient of each part's input is wanted: by what stands before it, or as the layer's."""
     last, first = (NORM1, IN, OUT, NORM2, FIRST, SECOND), (IN, OUT, NORM1, FIRST, SECOND, NORM2)
-    reached, found = wanted[0], {}
+    reached, needs_input_grad = wanted[0], {}
     for at in last if norm_first else first:
-        found[at] = reached
+        needs_input_grad[at] = reached
         reached = reached or wanted[1 + at] or wanted[2 + at]
-    return found
+    return needs_input_grad
 
 
 class _Gradients:
@@ -198,43 +198,43 @@ class _Gradients:
     ) -> None:
         self.plan, self.p, self.kept, self.wanted, self.call, self.sums = plan, p, kept, wanted, call, sums
         self.beyond = _needed_input_gradients(wanted, plan.norm_first)
-        self.found: list[Tensor | None] = [None] * len(p)
+        self.param_grads: list[Tensor | None] = [None] * len(p)
 
     def of(self, dy: Tensor) -> Tensor | None:
-        """The gradient of the layer's input, if it is wanted; those of its parameters are `found`."""
-        given: Tensor | None = dy
+        """The gradient of the layer's input, if it is wanted; those of its parameters are `param_grads`."""
+        dx: Tensor | None = dy
         for body, at in ((self._feed_forward, NORM2), (self._attention, NORM1)):
             if self.plan.norm_first:
                 inner = body(dy, None)
-                given = None if inner is None else self._norm(inner, at, dy)
+                dx = None if inner is None else self._norm(inner, at, dy)
             else:
                 inner = self._norm(dy, at, None)
-                given = None if inner is None else body(inner, inner)
-            if given is None:
+                dx = None if inner is None else body(inner, inner)
+            if dx is None:
                 return None
-            dy = given
-        return given
+            dy = dx
+        return dx
 
     def finished(self) -> list[Tensor | None]:
         """The gradients of parameters, once that of the input is found."""
         if self.sums is not None:
-            for at, found in self.sums.finish():
+            for at, gradient in self.sums.finish():
                 if self.wanted[1 + at]:
-                    self.found[at] = found
-        return self.found
+                    self.param_grads[at] = gradient
+        return self.param_grads
 
     def _norm(self, dy: Tensor, at: int, added: Tensor | None) -> Tensor | None:
         """The gradient of a norm's input, with another one added to it."""
         spread, mean, x = self.kept.pop(), self.kept.pop(), self.kept.pop()
         which = 0 if at == NORM1 else 1
         if spread is None and self.sums is not None:
-            found = self.sums.norm(at, dy, x, self.p[at], mean, which, added)
-            return found if self.beyond[at] else None
+            input_grad = self.sums.norm(at, dy, x, self.p[at], mean, which, added)
+            return input_grad if self.beyond[at] else None
         if spread is None:
             mean, spread = mean[which].unsqueeze(2).unbind()
         mask = [self.beyond[at], self.wanted[1 + at], self.wanted[2 + at]]
         dx: Tensor
-        dx, self.found[at], self.found[at + 1] = _layer_norm_backward(
+        dx, self.param_grads[at], self.param_grads[at + 1] = _layer_norm_backward(
             dy, x, self.plan.width, mean, spread, self.p[at], self.p[at + 1], mask
         )
         if not mask[0]:
@@ -244,9 +244,9 @@ class _Gradients:
     def _linear(self, dy: Tensor, x: Tensor, at: int, added: Tensor | None = None) -> Tensor | None:
         """The gradient of a linear layer's input, added to what is not needed apart."""
         if self.wanted[1 + at]:
-            self.found[at] = torch.mm(dy.t(), x)
+            self.param_grads[at] = torch.mm(dy.t(), x)
         if self.wanted[2 + at] and self.sums is None:
-            self.found[at + 1] = dy.sum(0)
+            self.param_grads[at + 1] = dy.sum(0)
         elif self.sums is not None and at != FIRST and self.sums.is_left(at + 1):
             self.sums.columns(at + 1, dy)
         if not self.beyond[at]:
@@ -298,11 +298,11 @@ def _dropout_masks(plan: Plan, kept: list[Any]) -> list[Tensor]:
     """Return what dropout multiplied by, of what a forward kept."""
     behind, within, last = map(bool, plan.drops)
     start = 3 * plan.norm_first + 4
-    found = kept[start : start + behind]
+    masks = kept[start : start + behind]
     start += behind + 3 + 2
-    found += kept[start : start + within]
+    masks += kept[start : start + within]
     start += within + 1
-    return found + kept[start : start + last]
+    return masks + kept[start : start + last]
 
 
 class _RecomputeOps(LayerOps):
@@ -327,5 +327,5 @@ def _recorded(
     with torch.enable_grad():
         y = compute_layer(plan, x, p, _RecomputeOps(call, noises))
     sources = [t for t, on in zip(inputs, wanted, strict=True) if on]
-    found = iter(torch.autograd.grad(y, sources, dy, create_graph=torch.is_grad_enabled()))  # type: ignore[arg-type]
-    return [next(found) if on else None for on in wanted]
+    grads = iter(torch.autograd.grad(y, sources, dy, create_graph=torch.is_grad_enabled()))  # type: ignore[arg-type]
+    return [next(grads) if on else None for on in wanted]

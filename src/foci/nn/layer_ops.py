@@ -71,23 +71,23 @@ class Plan(NamedTuple):
 
 class Attention:
     """Attention over the packed tokens of a batch; layers that attend alike share it, and what was found for the first.
-    `whole`: each row is a token of a sequence."""
+    `no_padding`: each row is a token of a sequence."""
 
     __slots__ = ("_calls", "_given", "_learning", "_mask", "_offsets", "_score", "_whole")
 
-    def __init__(self, score: Function, mask: Function, extras: Extras, *, whole: bool = False) -> None:
-        self._score, self._mask, self._given, self._whole = score, mask, extras, whole
+    def __init__(self, score: Function, mask: Function, extras: Extras, *, no_padding: bool = False) -> None:
+        self._score, self._mask, self._given, self._whole = score, mask, extras, no_padding
         self._offsets: Tensor | None = None
         self._calls: dict[bool, PackedCall] = {}
         self._learning: PackedCall | None = None
 
     def moved(self, offsets: Tensor) -> Attention:
         """Return the attention over other sequences, as many of the same bound, where there is neither score nor mask."""
-        made = Attention(None, None, self._given, whole=self._whole)
-        made._offsets = offsets
-        made._calls = {needs_grad: call.moved(offsets) for needs_grad, call in self._calls.items()}
-        made._learning = None if self._learning is None else self._learning.moved(offsets)
-        return made
+        attention = Attention(None, None, self._given, no_padding=self._whole)
+        attention._offsets = offsets
+        attention._calls = {needs_grad: call.moved(offsets) for needs_grad, call in self._calls.items()}
+        attention._learning = None if self._learning is None else self._learning.moved(offsets)
+        return attention
 
     @property
     def _extras(self) -> Extras:
@@ -102,14 +102,14 @@ class Attention:
         """Whether its gradients are those of query, key and value alone."""
         if self._score is None and self._mask is None:
             return True
-        found = [fingerprint(self._score), fingerprint(self._mask)]
-        return all(known is not None and not known.tensors for known in found)
+        fingerprints = [fingerprint(self._score), fingerprint(self._mask)]
+        return all(known is not None and not known.tensors for known in fingerprints)
 
     @property
     def captures_learn(self) -> bool:
         """Whether gradients are wanted of what it captures, as far as that is known."""
-        found = [fingerprint(function) for function in (self._score, self._mask) if function is not None]
-        return any(known is None or True in [t.requires_grad for t in known.tensors] for known in found)
+        fingerprints = [fingerprint(function) for function in (self._score, self._mask) if function is not None]
+        return any(known is None or True in [t.requires_grad for t in known.tensors] for known in fingerprints)
 
     def learning(self, heads: Heads, projected: Tensor) -> PackedCall:
         """The call of query, key and value with gradients of them, of an attention that captures nothing."""

@@ -92,8 +92,8 @@ def pad_storage(layer: torch.nn.Linear) -> None:
             continue
         sizes = _good_sizes(parameter)
         if sizes != tuple(parameter.shape) and not _has_storage(parameter):
-            whole = parameter.new_zeros(sizes)
-            within = whole[tuple(slice(size) for size in parameter.shape)]
+            storage = parameter.new_zeros(sizes)
+            within = storage[tuple(slice(size) for size in parameter.shape)]
             with torch.no_grad():
                 within.copy_(parameter)
             parameter.data = within
@@ -166,7 +166,7 @@ def _is_faster(rows: int, k: int, n: int, dtype: torch.dtype, machine: Any) -> b
             faults.update(dict.fromkeys(roles, Fault(alignment, padded=False)))
             copied += 2 * rows * length * dtype.itemsize
     shape = Shape(1, rows, n, k)
-    before, after = (seconds(machine.table, kind, shape, found) for found in (faults, {}))
+    before, after = (seconds(machine.table, kind, shape, role_faults) for role_faults in (faults, {}))
     return before is not None and after is not None and is_profitable_to_pad(before, after, copied / machine.table.bandwidth)
 
 
@@ -181,9 +181,9 @@ def _grown(x: Tensor, columns: int) -> Tensor:
         return x
     if x.requires_grad and torch.is_grad_enabled():
         return F.pad(x, (0, columns - size))
-    whole = x.new_empty((*x.shape[:-1], columns))  # F.pad would write all of it twice
-    whole[..., :size], whole[..., size:] = x, 0
-    return whole
+    out = x.new_empty((*x.shape[:-1], columns))  # F.pad would write all of it twice
+    out[..., :size], out[..., size:] = x, 0
+    return out
 
 
 def _is_written_by_rows(rows: Tensor, columns: int) -> bool:
@@ -198,14 +198,14 @@ class _PaddedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dtype, ctx.bias = dtype, None if bias is None else bias.dtype
-        whole = _whole(weight, dtype)
-        rows = _grown(x.reshape(-1, x.shape[-1]).to(dtype), whole.shape[1])
-        sizes, columns = (*x.shape[:-1], weight.shape[0]), whole.shape[0]
+        padded_weight = _whole(weight, dtype)
+        rows = _grown(x.reshape(-1, x.shape[-1]).to(dtype), padded_weight.shape[1])
+        sizes, columns = (*x.shape[:-1], weight.shape[0]), padded_weight.shape[0]
         if columns != weight.shape[0] and _is_written_by_rows(rows, weight.shape[0]):
             columns = weight.shape[0]
-            out = mm_into_rows(rows, whole[:columns].t(), None if bias is None else bias.to(dtype))
+            out = mm_into_rows(rows, padded_weight[:columns].t(), None if bias is None else bias.to(dtype))
         else:
-            out = rows @ whole.t() if bias is None else torch.addmm(_whole(bias, dtype), rows, whole.t())
+            out = rows @ padded_weight.t() if bias is None else torch.addmm(_whole(bias, dtype), rows, padded_weight.t())
         strides = torch.empty((*x.shape[:-1], columns), device="meta").stride()
         # no view: writing to it in place would be an error
         return out.new_empty(0).set_(out.untyped_storage(), 0, sizes, strides)
@@ -213,12 +213,12 @@ class _PaddedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole = _grown_weight(weight, ctx.dtype)
-        rows = _grown(x.reshape(-1, x.shape[-1]).to(ctx.dtype), whole.shape[1])
-        gradient = _grown(gradients[0].reshape(-1, weight.shape[0]).to(ctx.dtype), whole.shape[0])
+        padded_weight = _grown_weight(weight, ctx.dtype)
+        rows = _grown(x.reshape(-1, x.shape[-1]).to(ctx.dtype), padded_weight.shape[1])
+        gradient = _grown(gradients[0].reshape(-1, weight.shape[0]).to(ctx.dtype), padded_weight.shape[0])
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = (gradient @ whole)[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
+            of_x = (gradient @ padded_weight)[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
             of_weight = (gradient.t() @ rows)[: weight.shape[0], : weight.shape[1]].to(weight.dtype)
         if ctx.needs_input_grad[2]:

@@ -235,16 +235,17 @@ def with_extra_keys(functions: Functions, count: int) -> Functions:
     """Functions for the keys before the last `count` of each sequence; those are attended as they are."""
     mask, score = functions.mask, functions.score
 
-    def own(kv_idx: Any) -> Any:  # an index of the sequence's own keys, whatever the key
+    def clamp_kv_idx(kv_idx: Any) -> Any:  # an index of the sequence's own keys, whatever the key
         return torch.minimum(kv_idx, kv_len() - (count + 1))
 
     if mask is not None:
         attend = mask.function
-        mask = Mask(lambda b, h, q_idx, kv_idx: (kv_idx >= kv_len() - count) | attend(b, h, q_idx, own(kv_idx)), name=mask.name)
+        mask = Mask(lambda b, h, q_idx, kv_idx: (kv_idx >= kv_len() - count) | attend(b, h, q_idx, clamp_kv_idx(kv_idx)), name=mask.name)
     if score is not None:
         change = score.function
         score = Score(
-            lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx >= kv_len() - count, s, change(s, b, h, q_idx, own(kv_idx))), name=score.name
+            lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx >= kv_len() - count, s, change(s, b, h, q_idx, clamp_kv_idx(kv_idx))),
+            name=score.name,
         )
     return Functions(mask, score)
 

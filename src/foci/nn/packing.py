@@ -141,13 +141,13 @@ class Packing:
             raise TypeError(f"padding must be a tensor; got {type(padding).__name__}")
         if padding.dim() != 2 or not (padding.dtype == torch.bool or padding.is_floating_point()):
             raise AssertionError(f"padding must be bool or floating, [batch, length]; got {padding.dtype}, {list(padding.shape)}")
-        found = pack_mask(padding, batch_first=batch_first)
-        return pack_whole(padding if batch_first else padding.T, batch_first=batch_first) if found is None else found
+        packing = pack_mask(padding, batch_first=batch_first)
+        return pack_whole(padding if batch_first else padding.T, batch_first=batch_first) if packing is None else packing
 
     def is_whole(self, tokens: int) -> bool:
         """Whether so many rows are known to be the tokens of its sequences, no more and no less."""
-        found = _counted.get(self)
-        return found is not None and found == (tokens, version_of(self.offsets))
+        entry = _counted.get(self)
+        return entry is not None and entry == (tokens, version_of(self.offsets))
 
     @property
     def batch(self) -> int:
@@ -226,15 +226,15 @@ class Packing:
         return Packing(self.offsets, length, (self.shape[0], length), nested=self.nested, whole=self.whole, values=self.values)
 
     def _nest(self, tokens: Tensor) -> Tensor:
-        whole: Any = self.whole
-        if whole is None:
+        like: Any = self.whole
+        if like is None:
             parts = torch.split(tokens, self.lengths.tolist())
             return torch.nested.as_nested_tensor(list(parts), layout=torch.strided)
         if is_readable(tokens):
             needs_grad = torch.is_grad_enabled() and tokens.requires_grad
-            nested: Tensor = _nest(tokens, (whole,)) if needs_grad else nested_like(tokens, whole)
+            nested: Tensor = _nest(tokens, (like,)) if needs_grad else nested_like(tokens, like)
             return nested
-        longest, shortest = known_extremes(whole)
+        longest, shortest = known_extremes(like)
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
@@ -282,15 +282,15 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
             of the key elsewhere.
         batch_first: whether the tensors to pack are [B, S, E], else [S, B, E].
     """
-    found = find_tokens(padding, batch_first=batch_first)
-    if found is None:
+    places = find_tokens(padding, batch_first=batch_first)
+    if places is None:
         return None
-    offsets, longest, indices, columns, starts, bias = found
+    offsets, longest, indices, columns, starts, bias = places
     batch, length = padding.shape
-    made = Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
+    packing = Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
     if not offsets.is_inference():
-        _counted[made] = indices.shape[0], version_of(offsets)
-    return made
+        _counted[packing] = indices.shape[0], version_of(offsets)
+    return packing
 
 
 def pack_whole(tensor: Tensor, *, batch_first: bool) -> Packing:
@@ -309,23 +309,23 @@ def pack_nested(tensor: Tensor) -> Packing:
     Raises:
         ValueError: for another number of dims, or another ragged dim.
     """
-    jagged, own = is_jagged(tensor), cast(Any, tensor)
-    dims = inner_values(own).dim() + 1 if type(tensor) in KINDS and not torch.compiler.is_compiling() else own.dim()
-    if dims != 3 or (jagged and ragged_dim(own) != 1):
+    jagged, nested = is_jagged(tensor), cast(Any, tensor)
+    dims = inner_values(nested).dim() + 1 if type(tensor) in KINDS and not torch.compiler.is_compiling() else nested.dim()
+    if dims != 3 or (jagged and ragged_dim(nested) != 1):
         raise ValueError(f"a nested input must be [batch, ragged length, features]; got {dims} dimensions")
     if not jagged:
         sizes = strided_sizes(tensor)[:, 0]
         offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(tensor.device)
         longest = int(sizes.max()) if sizes.numel() else 0
         return Packing(offsets, longest, (tensor.size(0), longest), nested=tensor)
-    whole: Any = _without_gaps(tensor)
-    values, offsets = _values(whole), whole.offsets()
+    contiguous: Any = _without_gaps(tensor)
+    values, offsets = _values(contiguous), contiguous.offsets()
     if is_readable(values):
-        known = length_extremes(whole)[0]  # now both are known to whole, and to what is nested like it
+        known = length_extremes(contiguous)[0]  # now both are known to contiguous, and to what is nested like it
     else:
-        known = known_extremes(whole)[0]
+        known = known_extremes(contiguous)[0]
     longest = values.shape[0] if known is None else known  # the number of all tokens is a bound
-    return Packing(offsets, longest, (offsets.shape[0] - 1, longest), nested=tensor, whole=whole, values=values)
+    return Packing(offsets, longest, (offsets.shape[0] - 1, longest), nested=tensor, whole=contiguous, values=values)
 
 
 def check_same_sequences(key: Tensor, value: Tensor, packing: Packing) -> None:
@@ -354,10 +354,10 @@ def _without_gaps(jagged: Any) -> Any:
     return jagged.contiguous() if jagged.lengths() is not None else jagged
 
 
-def _values(whole: Any) -> Tensor:
+def _values(nested: Any) -> Tensor:
     """Return the tokens; `values` takes a while, and only autograd needs it."""
-    eager = not torch.compiler.is_compiling() and is_readable(inner_values(whole))
-    values: Tensor = inner_values(whole) if eager and not (torch.is_grad_enabled() and _needs_grad(whole)) else whole.values()
+    eager = not torch.compiler.is_compiling() and is_readable(inner_values(nested))
+    values: Tensor = inner_values(nested) if eager and not (torch.is_grad_enabled() and _needs_grad(nested)) else nested.values()
     return values
 
 
@@ -426,9 +426,9 @@ def pack_batch(x: Tensor, padding: Any, *, batch_first: bool, may_pack: bool = T
     return clear_padding(x, padding, batch_first=batch_first), padding
 
 
-def restore_batch(x: Tensor, padding: Any, *, batch_first: bool, given: Any = None) -> Tensor:
-    """Undoes `pack_batch`: the batch in its first layout, with zeros for padding. Tokens that came with the packing `given` stay tokens."""
-    if isinstance(given, Packing):
+def restore_batch(x: Tensor, padding: Any, *, batch_first: bool, input_padding: Any = None) -> Tensor:
+    """Undoes `pack_batch`: the batch in its first layout, with zeros for padding. Tokens stay tokens where `input_padding` is a packing."""
+    if isinstance(input_padding, Packing):
         return x
     if isinstance(padding, Packing):
         return padding.pad(x)
@@ -441,11 +441,11 @@ def pack_pair(target: tuple[Tensor, Any], memory: tuple[Tensor, Any], *, batch_f
     if packed[0] == packed[1]:
         return target, memory
 
-    def whole(x: Tensor) -> tuple[Tensor, Packing]:
+    def pack_dense(x: Tensor) -> tuple[Tensor, Packing]:
         packing = pack_whole(x, batch_first=batch_first)
         return packing.pack(x), packing
 
-    return (target, whole(memory[0])) if packed[0] else (whole(target[0]), memory)
+    return (target, pack_dense(memory[0])) if packed[0] else (pack_dense(target[0]), memory)
 
 
 def round_bound(longest: int) -> int:

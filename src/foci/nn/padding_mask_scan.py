@@ -59,31 +59,31 @@ def _of_bytes(padding: Tensor, *, batch_first: bool) -> TokenPlaces | None:
     key = (memory, batch, device, stream, batch_first)
     known = _known.get(key)
     if known is not None and known.is_unchanged():
-        return known.found
+        return known.places
     with _ordinary():
         on_the_left = _lengths_on_the_left(memory, batch, length) if batch_first else None
         if on_the_left is not None:
-            found = _found_on_the_left(on_the_left, length, device)
+            places = _found_on_the_left(on_the_left, length, device)
         else:
             read = read.clone()
-            found = _search_tokens(read, read, device, batch_first=batch_first)
-        _known[key] = _CachedSearch.of(found)
+            places = _search_tokens(read, read, device, batch_first=batch_first)
+        _known[key] = _CachedSearch.of(places)
     if len(_known) > _KEPT:
         _known.pop(next(iter(list(_known))), None)  # a list at once: other threads may add
-    return found
+    return places
 
 
 class _CachedSearch(NamedTuple):
     """A result of a search, and the versions of its tensors then: they are handed to whoever may write to them."""
 
-    found: TokenPlaces | None
+    places: TokenPlaces | None
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
 
     @staticmethod
-    def of(found: TokenPlaces | None) -> _CachedSearch:
-        tensors = tuple([t for t in found or () if isinstance(t, Tensor)])
-        return _CachedSearch(found, tensors, tuple([version_of(t) for t in tensors]))
+    def of(places: TokenPlaces | None) -> _CachedSearch:
+        tensors = tuple([t for t in places or () if isinstance(t, Tensor)])
+        return _CachedSearch(places, tensors, tuple([version_of(t) for t in tensors]))
 
     def is_unchanged(self) -> bool:
         return tuple([version_of(t) for t in self.tensors]) == self.versions
@@ -115,8 +115,8 @@ def _search_tokens(padding: Tensor, read: Tensor, device: torch.device, *, batch
     offsets = lengths.new_zeros(batch + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
 
-    def sent(found: Tensor) -> Tensor:
-        return found.to(device, non_blocking=True)
+    def sent(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
 
     indices = sent(flat if columns is None or batch_first else columns * batch + flat // length)
     return TokenPlaces(
@@ -132,15 +132,15 @@ def _search_tokens(padding: Tensor, read: Tensor, device: torch.device, *, batch
 def _lengths_on_the_left(memory: bytes, batch: int, length: int) -> list[int] | None:
     """Tokens of each row of a bool mask [B, S], if all padding is on the right; by its bytes, as each operation of torch takes longer
     than a look at a row."""
-    found: list[int] = []
+    lengths: list[int] = []
     rows: list[bytes] = []
     token, hidden = bytes(length), b"\1" * length
     for start in range(0, batch * length, length):
         end = memory.find(1, start, start + length)
         tokens = length if end < 0 else end - start
-        found.append(tokens)
+        lengths.append(tokens)
         rows += (token[:tokens], hidden[tokens:])
-    return found if b"".join(rows) == memory else None
+    return lengths if b"".join(rows) == memory else None
 
 
 def _found_on_the_left(lengths: list[int], length: int, device: torch.device) -> TokenPlaces | None:

@@ -150,7 +150,7 @@ def hopper(launched, monkeypatch):
 @pytest.mark.parametrize("whole", [False, True])
 def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, needs_grad):
     heads, count = HEADS["as many"], 70
-    attend = Attention(None, None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))), whole=whole)
+    attend = Attention(None, None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))), no_padding=whole)
     call = attend.learning(heads, rows_of(heads)) if needs_grad else None
 
     def run():

@@ -72,8 +72,8 @@ def measure_beside(cases: Sequence[Case], square: Sizes, request: Request, jobs:
         for worker in dict.fromkeys(workers.values()):
             worker.answer()
         for case in cases:
-            found = workers[case.name].read_lines(case.name)
-            yield [Line(*describe_case(case, square, request), "foci", error=found)] if isinstance(found, str) else found
+            outcome = workers[case.name].read_lines(case.name)
+            yield [Line(*describe_case(case, square, request), "foci", error=outcome)] if isinstance(outcome, str) else outcome
     finally:
         for worker in dict.fromkeys(workers.values()):
             worker.end()
@@ -89,17 +89,17 @@ class _Worker:
     def answer(self) -> list[Line] | None:
         """Return what it says next: None that its cases have run, or the lines of a case; None too if it has ended."""
         with contextlib.suppress(EOFError, OSError):
-            found: list[Line] | None = self.line.recv()
-            return found
+            lines: list[Line] | None = self.line.recv()
+            return lines
         return None
 
     def read_lines(self, name: str) -> list[Line] | str:
         """Lines of a case of its own, or why there are none."""
         with contextlib.suppress(OSError):
             self.line.send(name)
-        found = self.answer()
-        if found is not None:
-            return found
+        lines = self.answer()
+        if lines is not None:
+            return lines
         self.process.join(10.0)
         return f"the process that measures it ended, exit code {self.process.exitcode}"
 
@@ -135,10 +135,10 @@ def _serve(line: Connection, share: Sequence[str], square: Sizes, request: Reque
         while True:
             name = line.recv()
             try:
-                found = list(measure(_case(name), square, request, asked.pop(name, None)))
+                lines = list(measure(_case(name), square, request, asked.pop(name, None)))
             except Exception as error:
-                found = [failed(describe_case(_case(name), square, request), "foci", error)]
-            line.send(found)
+                lines = [failed(describe_case(_case(name), square, request), "foci", error)]
+            line.send(lines)
             _release(request.device)
 
 

@@ -47,12 +47,12 @@ def list_peers(case: Case, asked: Asked, device: torch.device) -> tuple[str, ...
         return ("varlen", "nested") if is_gpu else ("nested",)
     if case.layout == "paged":
         return ()
-    found: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     if asked.has_sdpa:
         # flash takes no mask; where there is none, efficient is behind the others
-        found = (("cuDNN", "efficient") if asked.attn_mask is not None else ("flash", "cuDNN")) if is_gpu else ("SDPA",)
+        peers = (("cuDNN", "efficient") if asked.attn_mask is not None else ("flash", "cuDNN")) if is_gpu else ("SDPA",)
     has_functions = asked.mask is not None or asked.score is not None
-    return (*found, "flex") if is_gpu and has_functions and case.trains and asked.attn_mask is None else found
+    return (*peers, "flex") if is_gpu and has_functions and case.trains and asked.attn_mask is None else peers
 
 
 def make_calls(name: str, case: Case, asked: Asked, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Calls:
@@ -112,8 +112,8 @@ def _flex(asked: Asked, sizes: Sizes, device: torch.device) -> Callable[..., Ten
     """FlexAttention compiled, once for what is asked."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    found = _flexes.get(asked)
-    if found is None:
+    flex_call = _flexes.get(asked)
+    if flex_call is None:
 
         def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
             return flex_attention(query, key, value, **options)
@@ -122,9 +122,9 @@ def _flex(asked: Asked, sizes: Sizes, device: torch.device) -> Callable[..., Ten
         attend.__code__ = attend.__code__.replace()
         blocks = None if asked.mask is None else create_block_mask(asked.mask, None, None, sizes.q_len, sizes.kv_len, device)
         compiled = torch.compile(attend, dynamic=False)
-        found = functools.partial(compiled, score_mod=asked.score, block_mask=blocks, enable_gqa=sizes.heads != sizes.kv_heads)
-        _flexes[asked] = found
-    return found
+        flex_call = functools.partial(compiled, score_mod=asked.score, block_mask=blocks, enable_gqa=sizes.heads != sizes.kv_heads)
+        _flexes[asked] = flex_call
+    return flex_call
 
 
 def _paged(inputs: tuple[Tensor, ...], sizes: Sizes) -> Callable[[], Tensor]:
@@ -134,8 +134,8 @@ def _paged(inputs: tuple[Tensor, ...], sizes: Sizes) -> Callable[[], Tensor]:
     order = torch.randperm(sizes.batch * count, generator=torch.Generator().manual_seed(2)).to(query.device)
     pools = [query.new_empty((sizes.batch * count, sizes.kv_heads, _PAGE, sizes.dim)) for _ in dense]
     for pool, t in zip(pools, dense, strict=True):
-        whole = F.pad(t, (0, 0, 0, count * _PAGE - sizes.kv_len)).transpose(1, 2)
-        pool[order] = whole.reshape(sizes.batch * count, _PAGE, sizes.kv_heads, sizes.dim).transpose(1, 2)
+        full_pages = F.pad(t, (0, 0, 0, count * _PAGE - sizes.kv_len)).transpose(1, 2)
+        pool[order] = full_pages.reshape(sizes.batch * count, _PAGE, sizes.kv_heads, sizes.dim).transpose(1, 2)
     table = order.to(torch.int32).view(sizes.batch, count)
     lengths = torch.full((sizes.batch,), sizes.kv_len, dtype=torch.int32, device=query.device)
     return lambda: foci.paged_attention(query, pools[0], pools[1], table, lengths, max_kv=sizes.kv_len)

@@ -77,21 +77,21 @@ class Line:
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Return machine, versions, commit and day: what makes a number mean something."""
-    found: dict[str, Any] = {
+    machine_facts: dict[str, Any] = {
         "device": _device_name(device), "threads": torch.get_num_threads(), "python": platform.python_version(),
         "date": dt.date.today().isoformat(),
     }  # fmt: skip
     for package in ("torch", "triton", "foci"):
         try:
-            found[package] = torch.__version__ if package == "torch" else importlib.metadata.version(package)
+            machine_facts[package] = torch.__version__ if package == "torch" else importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found.setdefault("foci", foci.__version__)
+    machine_facts.setdefault("foci", foci.__version__)
     root = Path(foci.__file__).parent
     ran = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     if ran.returncode == 0:
-        found["commit"] = ran.stdout.strip()
-    return found
+        machine_facts["commit"] = ran.stdout.strip()
+    return machine_facts
 
 
 def _device_name(device: torch.device) -> str:
@@ -132,22 +132,22 @@ def measure(case: Case, square: Sizes, request: Request, asked: Asked | None = N
     asked = case.build(sizes, device, request.dtype) if asked is None else asked
     names = list_sides(case, asked, request)
     about = describe_case(case, square, request)
-    made: dict[str, Calls] = {}
+    calls_by_name: dict[str, Calls] = {}
     for name in names:
         try:
             calls = make_calls(name, case, asked, sizes, device, request.dtype)
             calls.forward()
             if calls.backward is not None and request.backward:
                 calls.backward()
-            made[name] = calls
+            calls_by_name[name] = calls
         except Exception as error:
             # a peer that cannot do this here, for whatever reason, is a line of the table
             yield failed(about, name, error)
-    passes = {name: calls.backward for name, calls in made.items() if calls.backward is not None and request.backward}
-    forward = _medians({name: calls.forward for name, calls in made.items()}, request)
+    passes = {name: calls.backward for name, calls in calls_by_name.items() if calls.backward is not None and request.backward}
+    forward = _medians({name: calls.forward for name, calls in calls_by_name.items()}, request)
     backward = _medians(passes, request)
     work, unit = _work(case, asked, sizes, request)
-    for name, calls in made.items():
+    for name, calls in calls_by_name.items():
         forward_ms, backward_ms = forward[name], backward.get(name)
         yield Line(
             *about, name, backend=_backend(calls) if name == "foci" else None, forward_ms=forward_ms, backward_ms=backward_ms,
@@ -171,7 +171,7 @@ def _medians(functions: dict[str, Callable[[], Any]], request: Request) -> dict[
     while functions and (len(next(iter(times.values()))) < 5 or time.perf_counter() - start < request.seconds * len(functions)):
         for name, function in functions.items():
             times[name].append(timed(function, repeats[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def _cpu_ms(function: Callable[[], Any], repeats: int) -> float:

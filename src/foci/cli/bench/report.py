@@ -31,15 +31,15 @@ _MARKERS: Final = "os>v<^DP*X"
 
 def table(lines: Sequence[Line], title: str) -> Table:
     """One row for each case: rate of foci, forward / backward, and for each peer how many times faster foci is."""
-    others = list(dict.fromkeys(line.who for line in lines if line.who != "foci"))
+    peers = list(dict.fromkeys(line.who for line in lines if line.who != "foci"))
     shown = Table(title=title)
-    for name in ("case", "B,H,S,D", "foci", "backend", *others):
+    for name in ("case", "B,H,S,D", "foci", "backend", *peers):
         shown.add_column(name, justify="left" if name in ("case", "backend") else "right", overflow="fold")
     for case, sizes in dict.fromkeys((line.case, line.sizes) for line in lines):
         row = {line.who: line for line in lines if (line.case, line.sizes) == (case, sizes)}
         ours = row.get("foci")
         backend = "" if ours is None or ours.backend is None else ours.backend
-        shown.add_row(case, sizes, _rates(ours), backend, *(_times(row.get(name), ours) for name in others))
+        shown.add_row(case, sizes, _rates(ours), backend, *(_times(row.get(name), ours) for name in peers))
     return shown
 
 
@@ -71,7 +71,7 @@ def ratios(line: Line, ours: Line | None) -> tuple[float | None, float | None]:
     if ours is None:
         return None, None
     pairs = ((line.forward_ms, ours.forward_ms), (line.backward_ms, ours.backward_ms))
-    forward, backward = (None if theirs is None or own is None else theirs / own for theirs, own in pairs)
+    forward, backward = (None if theirs is None or our_ms is None else theirs / our_ms for theirs, our_ms in pairs)
     return forward, backward
 
 
@@ -82,21 +82,21 @@ def draw(lines: Sequence[Line], path: Path, title: str) -> None:
         ModuleNotFoundError: when the extra `plots` is not installed.
         ValueError: for no line of a peer beside one of foci.
     """
-    found = [(line, ratios(line, ours)) for line in lines for ours in (_ours_beside(line, lines),) if line.who != "foci" and ours]
-    found = [(line, pair) for line, pair in found if pair[0] is not None]
-    if not found:
+    comparisons = [(line, ratios(line, ours)) for line in lines for ours in (_ours_beside(line, lines),) if line.who != "foci" and ours]
+    comparisons = [(line, pair) for line, pair in comparisons if pair[0] is not None]
+    if not comparisons:
         raise ValueError("lines hold no peer beside foci; nothing can be compared")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = list(dict.fromkeys((line.case, line.sizes) for line, _ in found))
-    names = list(dict.fromkeys(line.who for line, _ in found))
+    rows = list(dict.fromkeys((line.case, line.sizes) for line, _ in comparisons))
+    names = list(dict.fromkeys(line.who for line, _ in comparisons))
     figure = Figure(figsize=(11, 1.2 + 0.27 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
     for side, (axis, direction) in enumerate(zip(axes, ("forward", "backward"), strict=True)):
         for name in names:
-            points = [(pair[side], rows.index((line.case, line.sizes))) for line, pair in found if line.who == name]
+            points = [(pair[side], rows.index((line.case, line.sizes))) for line, pair in comparisons if line.who == name]
             points = [(x, y) for x, y in points if x is not None]
             place = _PLACES.get(name.lower(), len(_PLACES))
             axis.scatter(

@@ -89,9 +89,9 @@ def run(console: Console, output: Path, *, device: torch.device | str = "cpu", s
     say(_describe_texts(encoder, scale))
     comparisons = compare(encoder, count=scale.passages, batch=scale.batch, rounds=scale.rounds)
     replies = answers(encoder, "foci")
-    right = sum(reply.found == reply.expected for reply in replies)
+    right = sum(reply.nearest == reply.expected for reply in replies)
     say(f"asks {len(replies)} questions about Python's standard library: foci's embeddings find {right} of the modules that answer them")
-    say(f"  such as {replies[0].question!r}: {replies[0].found}")
+    say(f"  such as {replies[0].question!r}: {replies[0].nearest}")
 
     chosen = patterns(scale.decoder_batch, scale.decoder_length, Decoder.HEADS, device)
     trainings = []
@@ -167,8 +167,8 @@ def _failures(comparisons: Iterable[Comparison], replies: Iterable[Answer], trai
         if not row.difference <= _SAME_EMBEDDING:
             yield f"embeddings of {row.implementation} differ from eager's by {row.difference:.1e}, more than {_SAME_EMBEDDING:.0e}"
     for reply in replies:
-        if reply.found != reply.expected:
-            yield f"{reply.question!r} found {reply.found}, not {reply.expected}"
+        if reply.nearest != reply.expected:
+            yield f"{reply.question!r} found {reply.nearest}, not {reply.expected}"
     for sdpa, ours in trainings:
         name = ours.pattern.name
         if not _final_loss(ours) < ours.losses[0]:

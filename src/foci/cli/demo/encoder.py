@@ -128,14 +128,14 @@ class Answer:
 
     Attributes:
         question, expected: the words asked, and the module that answers them.
-        found: the module whose summary is nearest.
+        nearest: the module with the nearest summary.
         similarity: cosine of the question and that summary.
         unrelated: mean cosine of the question and all other summaries.
     """
 
     question: str
     expected: str
-    found: str
+    nearest: str
     similarity: float
     unrelated: float
 
@@ -146,9 +146,9 @@ def answers(encoder: Encoder, implementation: str) -> list[Answer]:
     names = list(summaries)
     (documents,) = (encoder.embed(tokens, implementation) for tokens in encoder.batches(list(summaries.values()), len(summaries)))
     (asked,) = (encoder.embed(tokens, implementation) for tokens in encoder.batches([q.text for q in QUESTIONS], len(QUESTIONS)))
-    found = []
+    replies = []
     for question, row in zip(QUESTIONS, asked @ documents.T, strict=True):
         best = int(row.argmax())
-        others = (row.sum() - row[best]) / (len(names) - 1)
-        found.append(Answer(question.text, question.module, names[best], row[best].item(), others.item()))
-    return found
+        unrelated = (row.sum() - row[best]) / (len(names) - 1)
+        replies.append(Answer(question.text, question.module, names[best], row[best].item(), unrelated.item()))
+    return replies

@@ -40,7 +40,7 @@ QUESTIONS = (
 @functools.cache
 def _docstrings() -> dict[str, tuple[str, ...]]:
     """By module: its docstring first, then those of its classes and functions, in the order of the source."""
-    found = {}
+    docstrings = {}
     for name in _MODULES:
         path = Path(sysconfig.get_path("stdlib"), name)
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -50,10 +50,10 @@ def _docstrings() -> dict[str, tuple[str, ...]]:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
         texts = tuple(doc for node in nodes if isinstance(node, documented) and (doc := ast.get_docstring(node)))
         if texts:
-            found[name] = texts
-    if not found:
+            docstrings[name] = texts
+    if not docstrings:
         raise FileNotFoundError(f"no source of the standard library in {sysconfig.get_path('stdlib')}")
-    return found
+    return docstrings
 
 
 def module_summaries() -> dict[str, str]:
@@ -63,7 +63,7 @@ def module_summaries() -> dict[str, str]:
 
 def passages(count: int) -> tuple[str, ...]:
     """`count` docstrings of the standard library, short to long and more of the long ones, dealt so that neighbours differ in length."""
-    texts = sorted({text for found in _docstrings().values() for text in found}, key=lambda text: (len(text.split()), text))
+    texts = sorted({text for docstrings in _docstrings().values() for text in docstrings}, key=lambda text: (len(text.split()), text))
     ranks = (1 - (1 - index / max(1, count - 1)) ** 2 for index in range(count))
     chosen = [texts[round(rank * (len(texts) - 1))] for rank in ranks]
     hands = max(1, count // 8)

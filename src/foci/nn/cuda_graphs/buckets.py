@@ -41,10 +41,10 @@ def check_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
         return None
     if not isinstance(sizes, Sequence):
         raise TypeError(f"sizes must be a sequence of positive integers, numbers of tokens; got {type(sizes).__name__}")
-    found = tuple(sorted(sizes))
-    if not found or any(type(size) is not int or size < 1 for size in found):
+    sorted_sizes = tuple(sorted(sizes))
+    if not sorted_sizes or any(type(size) is not int or size < 1 for size in sorted_sizes):
         raise ValueError(f"sizes must be positive integers, numbers of tokens; got {list(sizes)}")
-    return found
+    return sorted_sizes
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Bucket(NamedTuple):
     def make(self, tokens: Tensor, packing: Packing) -> list[Tensor]:
         """Tensors that this batch, and any other of this seat, is copied into: tokens [N, E], then the packing's."""
         room, like = self.room, packing.offsets
-        made = [tokens.new_empty((room.tokens, *tokens.shape[1:])), like.new_empty(room.sequences + 1)]
+        buffers = [tokens.new_empty((room.tokens, *tokens.shape[1:])), like.new_empty(room.sequences + 1)]
         sizes = ((packing.columns, room.tokens), (packing.starts, room.sequences), (packing.bias, room.tokens))
-        return made + [t.new_empty(size) for t, size in sizes if t is not None]
+        return buffers + [t.new_empty(size) for t, size in sizes if t is not None]
 
     def fill(self, tensors: Sequence[Tensor], tokens: Tensor, packing: Packing) -> None:
         """Copies a batch into them. Spare rows are zeros, and behind the last sequence; spare sequences have no token."""
-        given = [tokens, packing.offsets, packing.columns, packing.starts, packing.bias]
-        for into, tensor in zip(tensors, [t for t in given if t is not None], strict=True):
+        sources = [tokens, packing.offsets, packing.columns, packing.starts, packing.bias]
+        for into, tensor in zip(tensors, [t for t in sources if t is not None], strict=True):
             count = tensor.shape[0]
             into[:count].copy_(tensor)
             if count < into.shape[0]:

@@ -128,15 +128,15 @@ def release(model: Model) -> Model:
 def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
     if isinstance(module, tuple(stack.kind for stack in _STACKS)):
         return [module]
-    return [found for child in module.children() for found in _outermost(child)]
+    return [descendant for child in module.children() for descendant in _outermost(child)]
 
 
 def _refusal(module: Any) -> str | None:
     """Why a module cannot be given packed tokens, if it cannot."""
     stack, kind = _find_stack(module), type(module)
-    own = [name for name in ("forward", "_run") if name in vars(module) or getattr(kind, name) is not getattr(stack.kind, name)]
-    if own:
-        return f"{kind.__name__} has a {own[0]} of its own"
+    overrides = [name for name in ("forward", "_run") if name in vars(module) or getattr(kind, name) is not getattr(stack.kind, name)]
+    if overrides:
+        return f"{kind.__name__} has a {overrides[0]} of its own"
     if not getattr(module, "use_nested_tensor", True):
         return f"{kind.__name__} has enable_nested_tensor=False, so that its layers are given padded batches"
     return next((reason for reason in map(stack.overridden, _layers(module)) if reason is not None), None)
@@ -187,51 +187,51 @@ class Captured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The module's forward."""
-        module, given = self.module, self._bound(args, kwargs)
-        first, padding = (given[name] for name in self._stack.inputs[0])
+        module, arguments = self.module, self._bound(args, kwargs)
+        first, padding = (arguments[name] for name in self._stack.inputs[0])
         if not isinstance(first, Tensor) or not (is_nested(first) or is_readable(first)) or torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
-        device = self._check(given)
-        call = self._pack_call(given)
+        device = self._check(arguments)
+        call = self._pack_call(arguments)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             out = self._run(call, device)
-        return restore_batch(out, call.packings[0], batch_first=self._batch_first, given=padding)
+        return restore_batch(out, call.packings[0], batch_first=self._batch_first, input_padding=padding)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        given = dict(zip(self._defaults, args, strict=False))
-        if len(args) > len(self._defaults) or not kwargs.keys() <= self._defaults.keys() - given.keys():
+        positional = dict(zip(self._defaults, args, strict=False))
+        if len(args) > len(self._defaults) or not kwargs.keys() <= self._defaults.keys() - positional.keys():
             inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs)  # raises what Python says
-        return {**self._defaults, **given, **kwargs}
+        return {**self._defaults, **positional, **kwargs}
 
     @property
     def _batch_first(self) -> bool:
         return encoder.is_batch_first(_layers(self.module))
 
-    def _check(self, given: dict[str, Any]) -> torch.device:
+    def _check(self, arguments: dict[str, Any]) -> torch.device:
         """The device of all tensors."""
-        if given["cache"] is not None:
+        if arguments["cache"] is not None:
             raise ValueError("cache must be None in a captured module: what it holds grows from call to call")
         first = self._stack.inputs[0][0]
-        device: torch.device = given[first].device
+        device: torch.device = arguments[first].device
         for name, _ in self._stack.inputs:
-            if not isinstance(given[name], Tensor):
-                raise ValueError(f"{name} must be a tensor; got {type(given[name]).__name__}")
-        for name, value in given.items():
+            if not isinstance(arguments[name], Tensor):
+                raise ValueError(f"{name} must be a tensor; got {type(arguments[name]).__name__}")
+        for name, value in arguments.items():
             tensor = value.offsets if isinstance(value, Packing) else value
             if isinstance(tensor, Tensor) and (tensor.device != device or not self.engine.takes(tensor)):
                 raise ValueError(f"{name} must be on the CUDA device of {first} in a captured module; got {tensor.device}")
         masks = [masked.mask for masked in self._stack.masks] + [padding for _, padding in self._stack.inputs]
         for name in masks:
-            check_mask(name, given[name])
-            bias = given[name].bias if isinstance(given[name], Packing) else given[name]
+            check_mask(name, arguments[name])
+            bias = arguments[name].bias if isinstance(arguments[name], Packing) else arguments[name]
             if isinstance(bias, Tensor) and bias.requires_grad:
                 raise ValueError(f"{name} must not require grad in a captured module")
         return device
 
-    def _pack_call(self, given: dict[str, Any]) -> _Call:
+    def _pack_call(self, arguments: dict[str, Any]) -> _Call:
         tokens, packings, lengths, batch_first = [], [], [], self._batch_first
         for name, mask in self._stack.inputs:
-            x, padding = given[name], given[mask]
+            x, padding = arguments[name], arguments[mask]
             if x.dim() == 2 and not isinstance(padding, Packing):
                 raise ValueError(f"{name} must be batched in a captured module, or tokens with a Packing; got {list(x.shape)}")
             lengths.append(None if is_nested(x) or isinstance(padding, Packing) else x.shape[1 if batch_first else 0])
@@ -248,8 +248,8 @@ class Captured:
         masks: list[Tensor] = []
         settings: list[object] = []
         for masked in self._stack.masks:
-            mask = given[masked.mask]
-            is_causal = detect_causal(mask, given[masked.hint], lengths[0])
+            mask = arguments[masked.mask]
+            is_causal = detect_causal(mask, arguments[masked.hint], lengths[0])
             read = mask is not None and not is_causal
             settings += [len(masks) if read else None, mask is not None, is_causal]
             masks += [mask] if read else []
@@ -282,15 +282,15 @@ class Captured:
         return self._recordings.run((device, _stream(device)), key, compute, batch, watch.places, learning, needs_grad=needs_grad)
 
     def _compute(self, tokens: Sequence[Tensor], packings: Sequence[Packing], masks: Sequence[Tensor], settings: Any) -> Tensor:
-        module, given = self.module, dict[str, Any]()
+        module, arguments = self.module, dict[str, Any]()
         for (name, padding), x, packing in zip(self._stack.inputs, tokens, packings, strict=True):
-            given |= {name: x, padding: packing}
+            arguments |= {name: x, padding: packing}
         for n, masked in enumerate(self._stack.masks):
             number, is_given, is_causal = settings[3 * n : 3 * n + 3]
-            given[masked.hint] = is_causal
+            arguments[masked.hint] = is_causal
             if is_given:  # a mask that is causal is not read
-                given[masked.mask] = tokens[0].new_empty(0) if number is None else masks[number]
-        return type(module).forward(module, **given)  # type: ignore[no-any-return]
+                arguments[masked.mask] = tokens[0].new_empty(0) if number is None else masks[number]
+        return type(module).forward(module, **arguments)  # type: ignore[no-any-return]
 
 
 def _stream(device: torch.device) -> int:

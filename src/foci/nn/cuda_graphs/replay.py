@@ -38,12 +38,12 @@ class Batch(NamedTuple):
     tokens: tuple[Tensor, ...]
     packings: tuple[Packing, ...]
     seats: tuple[Bucket, ...]
-    others: tuple[Tensor, ...]
+    masks: tuple[Tensor, ...]
 
     def make(self) -> list[Tensor]:
         """Tensors that this batch, and any other of these seats, is copied into."""
-        made = [t for s, x, p in zip(self.seats, self.tokens, self.packings, strict=True) for t in s.make(x, p)]
-        return made + [torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.others]
+        buffers = [t for s, x, p in zip(self.seats, self.tokens, self.packings, strict=True) for t in s.make(x, p)]
+        return buffers + [torch.empty_like(t, memory_format=torch.contiguous_format) for t in self.masks]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copies the batch into them."""
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
         for seat, tokens, packing in zip(self.seats, self.tokens, self.packings, strict=True):
             seat.fill(tensors[at : at + seat.width], tokens, packing)
             at += seat.width
-        for into, tensor in zip(tensors[at:], self.others, strict=True):
+        for into, tensor in zip(tensors[at:], self.masks, strict=True):
             into.copy_(tensor)
 
 
@@ -140,10 +140,10 @@ class _Graphed:
         into[:rows].copy_(gradient)
         into[rows:].zero_()
         self._two.replay()
-        made = [None if t is None else torch.empty_like(t) for t in self._two.outputs]
-        pairs = [(new, t) for new, t in zip(made, self._two.outputs, strict=True) if new is not None and t is not None]
+        grads = [None if t is None else torch.empty_like(t) for t in self._two.outputs]
+        pairs = [(new, t) for new, t in zip(grads, self._two.outputs, strict=True) if new is not None and t is not None]
         copy_all([new for new, _ in pairs], [t for _, t in pairs])
-        rest = iter(made)
+        rest = iter(grads)
         tokens = [next(rest) if wanted else None for wanted in self._wanted]
         return [None if t is None else t[:count] for t, count in zip(tokens, counts, strict=True)] + list(rest)
 
@@ -215,19 +215,19 @@ class Recordings:
             return graphed.forward(batch)
         lease = _PendingBackward()
         lane.lease = weakref.ref(lease)
-        found: Tensor = _apply(graphed, lease, batch.packings, batch.seats, batch.others, *batch.tokens, *learning)
-        return found
+        output: Tensor = _apply(graphed, lease, batch.packings, batch.seats, batch.masks, *batch.tokens, *learning)
+        return output
 
 
 class _Replayed(torch.autograd.Function):
     """A recorded forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, graphed: _Graphed, lease: _PendingBackward, packings: Any, seats: Any, others: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, graphed: _Graphed, lease: _PendingBackward, packings: Any, seats: Any, masks: Any, *tensors: Tensor) -> Tensor:
         ctx.graphed, ctx.lease = graphed, lease
         tokens = tensors[: len(seats)]
         ctx.counts = [t.shape[0] for t in tokens]
-        return graphed.forward(Batch(tokens, packings, seats, others))
+        return graphed.forward(Batch(tokens, packings, seats, masks))
 
     @staticmethod
     @once_differentiable
