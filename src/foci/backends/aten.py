@@ -87,7 +87,7 @@ class _Op:
             (not self.grouped and problem.q_heads != problem.kv_heads, f"{self.name} takes as many key heads as query heads"),
             (self.backward is None and problem.needs_backward, f"{self.name} would sum gradients in no fixed order"),
         )
-        return next((reason for found, reason in checks if found), None)
+        return next((reason for is_unsupported, reason in checks if is_unsupported), None)
 
 
 def _cpu_forward(call: _Call) -> tuple[Tensor, Tensor]:
@@ -138,12 +138,12 @@ def _flash_backward(call: _Call, grad: Tensor, out: Tensor, lse: Tensor) -> tupl
         for part, q, kv in pieces:
             lengths = (part.query.shape[2], part.key.shape[2])
             rows = (grad[:, :, q], part.query, part.key, part.value, out[:, :, q], lse[:, :, q].contiguous())
-            found = FLASH_BACKWARD(*rows, None, None, *lengths, 0.0, part.causal, random, random, scale=part.scale)
+            part_grads = FLASH_BACKWARD(*rows, None, None, *lengths, 0.0, part.causal, random, random, scale=part.scale)
             if len(pieces) == 1 and kv.stop == call.key.shape[2]:
-                return found[0], found[1], found[2]
-            queries.append(found[0])
-            key[:, :, kv] += found[1]
-            value[:, :, kv] += found[2]
+                return part_grads[0], part_grads[1], part_grads[2]
+            queries.append(part_grads[0])
+            key[:, :, kv] += part_grads[1]
+            value[:, :, kv] += part_grads[2]
     return torch.cat(queries, dim=2), key.to(call.key.dtype), value.to(call.value.dtype)
 
 
@@ -239,7 +239,7 @@ def _unsupported(problem: Problem) -> str | None:
         (outputs.lse and problem.needs_backward, "torch's fused kernels have no gradient of lse"),
         (problem.head_dim != problem.value_dim, f"torch's fused kernels need Dv = D, these are {problem.value_dim} and {problem.head_dim}"),
     )
-    return next((reason for found, reason in checks if found), None)
+    return next((reason for is_unsupported, reason in checks if is_unsupported), None)
 
 
 @dataclass(frozen=True)
@@ -263,12 +263,12 @@ class _Kernel(Kernel):
         assert cotangents.lse is None
         asked = (self.problem.query_grad, self.problem.key_grad, self.problem.value_grad)
         if is_empty(operands):
-            found: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in (operands.query, operands.key, operands.value))
+            grads: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in (operands.query, operands.key, operands.value))
         else:
-            found = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
+            grads = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
             if operands.scale <= 0:
-                found = (found[0] * _sign(operands.scale), *found[1:])
-        query, key, value = (grad if on else None for grad, on in zip(found, asked, strict=True))
+                grads = (grads[0] * _sign(operands.scale), *grads[1:])
+        query, key, value = (grad if on else None for grad, on in zip(grads, asked, strict=True))
         return Gradients(query, key, value)
 
     def _call(self, operands: Operands) -> _Call:

@@ -67,9 +67,9 @@ class Obstacle(str):
     topic: str
 
     def __new__(cls, reason: str, topic: str = "") -> Obstacle:
-        made = super().__new__(cls, reason)
-        made.topic = topic or reason
-        return made
+        obstacle = super().__new__(cls, reason)
+        obstacle.topic = topic or reason
+        return obstacle
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Kernel(Protocol):
         """
         return None
 
-    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given, /) -> list[Tensor] | None:
-        """Run the backward of a program again; `given` holds the backward's other arguments.
+    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
+        """Run the backward of a program again; `bwd_args` holds the backward's other arguments.
 
         Returns:
             The gradients of query, key, value and captured tensors that the problem asks for.
@@ -139,8 +139,9 @@ class Kernel(Protocol):
         return None
 
     def bind_forward(
-        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, /, *, whole: bool = False, out_alone: bool = False
-    ) -> ForwardOfRows | None:
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, /, *, no_padding: bool = False,
+        out_alone: bool = False,
+    ) -> ForwardOfRows | None:  # fmt: skip
         """Bind `launch_forward` to what the layers of a model share in one step: sequences and stream. Calls that capture tensors, drop
         weights or read pages are never bound.
 
@@ -150,13 +151,13 @@ class Kernel(Protocol):
                 changed.
             tensors: query, key and value, views of the rows.
             optional: where sequences lie.
-            whole: every row belongs to a sequence, so there are no gaps to fill.
+            no_padding: every row belongs to a sequence, so there are no gaps to fill.
             out_alone: the caller does not read lse; all calls may write it to one tensor.
         """
         return None
 
     def bind_backward(
-        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, given: Given, /
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /
     ) -> BackwardOfRows | None:
         """Bind `launch_backward` to rows [T, E], as `bind_forward`."""
         return None

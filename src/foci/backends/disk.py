@@ -54,8 +54,8 @@ def cache_directory(kind: str) -> Path | None:
     Made on first use, for this user alone. A folder of another user, one that others may write to, and one below a folder in which
     others may rename it, are not usable.
     """
-    found = usable_folder(cache_root() / kind)
-    return found if isinstance(found, Path) else None
+    folder = usable_folder(cache_root() / kind)
+    return folder if isinstance(folder, Path) else None
 
 
 def usable_folder(path: Path) -> Path | str:
@@ -71,19 +71,19 @@ def usable_folder(path: Path) -> Path | str:
 
 def folder_obstacle(folder: Path) -> str | None:
     """Why a folder, whose path holds no symbolic links, is not one that this user alone writes to; None if it is."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is not a folder"
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return f"{folder} belongs to another user"
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         return f"others may write to {folder}"
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # in a container root may have another number: it owns the top folder
     for ancestor in folder.parents:
-        found = ancestor.lstat()
-        if found.st_uid not in trusted:
+        status = ancestor.lstat()
+        if status.st_uid not in trusted:
             return f"{ancestor} belongs to another user"
-        if not found.st_mode & stat.S_ISVTX and (found.st_mode & 0o002 or (found.st_mode & 0o020 and not _is_own_group(found.st_gid))):
+        if not status.st_mode & stat.S_ISVTX and (status.st_mode & 0o002 or (status.st_mode & 0o020 and not _is_own_group(status.st_gid))):
             return f"others may write to {ancestor}"
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} cannot be written to"
 
@@ -91,14 +91,14 @@ def folder_obstacle(folder: Path) -> str | None:
 def _is_own_group(group: int) -> bool:
     """Whether this user is alone in a group, the one of the user's name that many systems give each of their users."""
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return found.gr_name == user.pw_name and user.pw_gid == group and set(found.gr_mem) <= {user.pw_name}
+    return entry.gr_name == user.pw_name and user.pw_gid == group and set(entry.gr_mem) <= {user.pw_name}
 
 
-def _is_private(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 @contextlib.contextmanager
@@ -129,8 +129,8 @@ def read_private(path: str | Path, folder: int | None = None) -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or not _is_private(found):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not _is_private(status):
         os.close(descriptor)
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -172,8 +172,8 @@ def remove_oldest(folder: Path, suffix: str, limit: int) -> None:
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             if entry.name.endswith(suffix):
-                found = entry.stat(follow_symlinks=False)
-                files.append((found.st_mtime, found.st_size, entry.path))
+                status = entry.stat(follow_symlinks=False)
+                files.append((status.st_mtime, status.st_size, entry.path))
     size, now = sum(size for _, size, _ in files), time.time()
     for used, bytes_of_file, path in sorted(files):
         if size <= limit or now - used < _IN_USE:

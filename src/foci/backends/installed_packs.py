@@ -38,13 +38,13 @@ def packs(kind: str) -> tuple[Pack, ...]:
     Args:
         kind: "gpu" or "cpu".
     """
-    found: list[Pack] = []
+    usable_packs: list[Pack] = []
     for path in (*imported(), *_of_wheels()):
         try:
-            found.append(Pack(path))
+            usable_packs.append(Pack(path))
         except (BrokenPack, OSError) as error:
             warnings.warn(f"a kernel pack is not used: {error}", stacklevel=2)
-    return tuple(pack for pack in found if pack.kind == kind)
+    return tuple(pack for pack in usable_packs if pack.kind == kind)
 
 
 def forget() -> None:
@@ -56,10 +56,10 @@ def entry(kind: str, key: str) -> Entry | None:
     """A kernel by its key; None if no pack has it, or only one that is damaged, which is said."""
     for pack in packs(kind):
         try:
-            found = pack.entry(key)
+            kernel_entry = pack.entry(key)
         except BrokenPack as error:
             warnings.warn(f"a kernel is compiled instead of read: {error}", stacklevel=2)
             continue
-        if found is not None:
-            return found
+        if kernel_entry is not None:
+            return kernel_entry
     return None

@@ -80,13 +80,13 @@ def as_comparisons(mask: Expr, name: str, *, is_inside: bool = False) -> Expr | 
         >>> as_comparisons(apply("le", variable("kv_idx"), variable("q_idx")), "q_idx", is_inside=True)
         max(0, kv_idx) <= q_idx
     """
-    found = find_bounds(mask, name)
-    if found is None:
+    bounds = find_bounds(mask, name)
+    if bounds is None:
         return None
     # not simplified: that would compare a difference with 0, which is one subtraction more for each score
-    parts = [node("le", (found.low, variable(name)), DType.BOOL)] if found.is_low else []
-    if found.is_high or not is_inside:
-        parts.append(node("le", (variable(name), found.high), DType.BOOL))
+    parts = [node("le", (bounds.low, variable(name)), DType.BOOL)] if bounds.is_low else []
+    if bounds.is_high or not is_inside:
+        parts.append(node("le", (variable(name), bounds.high), DType.BOOL))
     return functools.reduce(functools.partial(apply, "and"), parts) if parts else const(True)
 
 
@@ -178,10 +178,10 @@ def _stays(form: Linear) -> bool:
 def _total(form: Linear) -> Expr:
     """Sum of a form's terms, safe against overflow by a caller's large numbers: in 64 bits, or in 32 bits with the one term that is no
     position clamped."""
-    others = {term for term in form.terms if not _is_position(term)}
-    if len(others) > 1 or abs(form.constant) > _SMALL or any(abs(form.terms[term]) != 1 for term in others):
+    non_positions = {term for term in form.terms if not _is_position(term)}
+    if len(non_positions) > 1 or abs(form.constant) > _SMALL or any(abs(form.terms[term]) != 1 for term in non_positions):
         return rebuilt(_widened(form, DType.INT64), repr)
-    terms = {_held(term) if term in others else variable(str((term.args or (term,))[0].value)): c for term, c in form.terms.items()}
+    terms = {_held(term) if term in non_positions else variable(str((term.args or (term,))[0].value)): c for term, c in form.terms.items()}
     return rebuilt(Linear(terms, form.constant, DType.INT32), repr)
 
 

@@ -151,10 +151,10 @@ def _parse(manifest: Any) -> tuple[str, dict[str, str], dict[str, tuple[str, dic
     if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']!r}, not {_FORMAT}")
     entries: dict[str, tuple[str, dict[str, str]]] = {}
-    for key, found in manifest["entries"].items():
-        files = {str(file): str(digest) for file, digest in found["files"].items()}
+    for key, entry in manifest["entries"].items():
+        files = {str(file): str(digest) for file, digest in entry["files"].items()}
         # names become paths in a cache
         if not _KEY.fullmatch(key) or not all(map(_FILE.fullmatch, files)):
             raise ValueError(f"it has an entry of an unknown form, {key!r}")
-        entries[key] = str(found["name"]), files
+        entries[key] = str(entry["name"]), files
     return str(manifest["kind"]), {str(name): str(value) for name, value in manifest["facts"].items()}, entries

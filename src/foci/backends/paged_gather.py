@@ -74,8 +74,8 @@ class Gathered(Kernel):
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""
         one, program = gathered(operands, self.formula)[0], operands.program
-        made = None if program is None else self.inner.launch_forward(program, one.tensors, one.optional)
-        return paged_results(self.inner.forward(one) if made is None else Results(*made), operands)
+        outputs = None if program is None else self.inner.launch_forward(program, one.tensors, one.optional)
+        return paged_results(self.inner.forward(one) if outputs is None else Results(*outputs), operands)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
@@ -93,12 +93,12 @@ class Gathered(Kernel):
         if columns is not None:
             span = one.key.shape[2] // batch
             columns = _fitted(columns, span).transpose(0, 1).reshape(1, heads, -1)
-        dlse, program, made = packed(cotangents.lse), operands.program, None
+        dlse, program, grads = packed(cotangents.lse), operands.program, None
         if program is not None and columns is None:
-            made = self.inner.launch_backward(program, one.tensors, one.optional, Given(out, lse, dout, dlse))
-        if made is None:
-            found = self.inner.backward(one, Results(out, lse), Cotangents(dout, dlse, columns))
+            grads = self.inner.launch_backward(program, one.tensors, one.optional, Given(out, lse, dout, dlse))
+        if grads is None:
+            gradients = self.inner.backward(one, Results(out, lse), Cotangents(dout, dlse, columns))
         else:  # of the query alone: gradients of captured tensors are no launches alone
-            found = Gradients(made[0], None, None, (None,) * len(operands.captures))
-        query = None if found.query is None else found.query.view(heads, batch, length, -1).transpose(0, 1).contiguous()
-        return Gradients(query, None, None, found.captures)
+            gradients = Gradients(grads[0], None, None, (None,) * len(operands.captures))
+        query = None if gradients.query is None else gradients.query.view(heads, batch, length, -1).transpose(0, 1).contiguous()
+        return Gradients(query, None, None, gradients.captures)

@@ -119,8 +119,8 @@ class _Kernel(Kernel):
             pairs = [(getattr(again, name), g) for name, g in vars(cotangents).items() if g is not None]
             pairs = [(output, g) for output, g in pairs if output.requires_grad]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True) if pairs else ()
-            grads = iter(found if pairs else [torch.zeros_like(leaf) for leaf in wanted])
+            leaf_grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True) if pairs else ()
+            grads = iter(leaf_grads if pairs else [torch.zeros_like(leaf) for leaf in wanted])
             gradients = [next(grads) if leaf.requires_grad else None for leaf in leaves]
             return Gradients(gradients[0], gradients[1], gradients[2], tuple(gradients[3:]))
 

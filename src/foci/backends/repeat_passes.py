@@ -21,7 +21,7 @@ def repeat_forward(operands: Operands, kernel: Kernel) -> Callable[[], object]:
 
 def repeat_backward(operands: Operands, results: Results, cotangents: Cotangents, kernel: Kernel) -> Callable[[], object]:
     """Run the backward pass once; return a function that repeats it."""
-    program, given = Program(), Given(results.out, results.lse, cotangents.out, cotangents.lse)
+    program, bwd_args = Program(), Given(results.out, results.lse, cotangents.out, cotangents.lse)
     call = replace(operands, program=program)
     kernel.backward(call, results, cotangents)
-    return lambda: kernel.launch_backward(program, call.tensors, call.optional, given) or kernel.backward(call, results, cotangents)
+    return lambda: kernel.launch_backward(program, call.tensors, call.optional, bwd_args) or kernel.backward(call, results, cotangents)

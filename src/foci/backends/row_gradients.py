@@ -52,8 +52,8 @@ def add_row_gradients(gradients: Gradients, problem: Problem, operands: Operands
     flowing = torch.where(lse == -torch.inf, 0.0, grad_lse.double())[..., None]  # [B, Hq, Sq, 1]
     captures = list(gradients.captures)
     for derivative in rows:
-        capture, found = operands.captures[derivative.slot], captures[derivative.slot]
-        total = torch.zeros(capture.shape, dtype=torch.float64, device=capture.device) if found is None else found.double()
+        capture, gradient = operands.captures[derivative.slot], captures[derivative.slot]
+        total = torch.zeros(capture.shape, dtype=torch.float64, device=capture.device) if gradient is None else gradient.double()
         captures[derivative.slot] = _scattered(total, derivative, flowing, env).to(capture.dtype)
     return replace(gradients, captures=tuple(captures))
 

@@ -134,8 +134,8 @@ def device_for(target: Target) -> Device | None:
     if target.device != "cuda" or untested_release(target.features) != ".".join(map(str, release())) or not torch.cuda.is_available():
         return None
     devices = sorted(range(torch.cuda.device_count()), key=lambda index: index != torch.cuda.current_device())
-    found = (index for index in devices if torch.cuda.get_device_capability(index) == divmod(target.arch, 10))
-    index = next(found, None)
+    indices = (index for index in devices if torch.cuda.get_device_capability(index) == divmod(target.arch, 10))
+    index = next(indices, None)
     return None if index is None else Device(index, torch.cuda.get_device_name(index))
 
 
@@ -201,16 +201,16 @@ class SelfCheck:
             return Verdict("this machine has no such GPU, or another release of Triton", is_final=False)
         key = _key(kind, device)
         with self._turns:
-            found = self._known(key)
-            if found is None:
+            verdict = self._known(key)
+            if verdict is None:
                 try:
-                    found = self._run(kind, f"cuda:{device.number}")
+                    verdict = self._run(kind, f"cuda:{device.number}")
                 except Exception as error:  # of the checker, not of the kernels
-                    found = Verdict(f"{type(error).__name__}: {error}", is_final=False)
-                self._verdicts[key] = found
-                if found.is_final:
-                    self._keep(key, found)
-        return found
+                    verdict = Verdict(f"{type(error).__name__}: {error}", is_final=False)
+                self._verdicts[key] = verdict
+                if verdict.is_final:
+                    self._keep(key, verdict)
+        return verdict
 
     def _path(self, key: str) -> Path | None:
         folder = disk.cache_directory("self_check") if self._directory is None else self._directory
@@ -223,8 +223,8 @@ class SelfCheck:
             if content is None:
                 return None
             try:
-                found = json.loads(content)
-                failure = found["failure"] if found["key"] == key else 0
+                record = json.loads(content)
+                failure = record["failure"] if record["key"] == key else 0
             except (ValueError, TypeError, KeyError):
                 return None
             if not (failure is None or isinstance(failure, str)):

@@ -123,8 +123,8 @@ def _spans(offsets: Tensor | None, lengths: Tensor | None) -> list[tuple[int, in
 
 def coordinates(sequence: Sequence, batch: int, heads: int, device: torch.device) -> dict[str, Tensor]:
     """Every variable but the score, as int32 tensors that broadcast to [B, Hq, Sq, Skv]."""
-    whole = {"b": (0, batch), "h": (0, heads), "q_idx": (0, sequence.q_len), "kv_idx": (0, sequence.kv_len)}
-    return {name: coordinate(name, sequence, whole.get(name, (0, 0)), device) for name in _SHAPES}
+    spans = {"b": (0, batch), "h": (0, heads), "q_idx": (0, sequence.q_len), "kv_idx": (0, sequence.kv_len)}
+    return {name: coordinate(name, sequence, spans.get(name, (0, 0)), device) for name in _SHAPES}
 
 
 def coordinate(name: str, sequence: Sequence, span: tuple[int, int], device: torch.device) -> Tensor:

@@ -105,7 +105,7 @@ def bind_forward(
     be read where the call needs gradients. `whole`: see `foci.backends.contract.Kernel`."""
     if outline.program is None or not _is_of_rows(outline, optional):
         return None
-    return outline.chosen.kernel.bind_forward(outline.program, rows, tensors, optional, whole=whole, out_alone=not outline.needs_grad)
+    return outline.chosen.kernel.bind_forward(outline.program, rows, tensors, optional, no_padding=whole, out_alone=not outline.needs_grad)
 
 
 def bind_backward(

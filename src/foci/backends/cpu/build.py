@@ -90,8 +90,8 @@ def _chosen(named: str | None, path: str | None) -> tuple[str, ...] | str:
 
 def obstacle() -> str | None:
     """Why kernels cannot be built here, or None."""
-    found = toolchain()
-    return found if isinstance(found, str) else None
+    compiler = toolchain()
+    return compiler if isinstance(compiler, str) else None
 
 
 def toolchain() -> Toolchain | str:
@@ -110,11 +110,11 @@ def _probe(command: tuple[str, ...], options: tuple[str, ...]) -> Toolchain | st
     lines = [] if content is None else content.decode(errors="replace").splitlines()
     if len(lines) == 2 and len(lines[1]) == _HEX_DIGITS:
         return Toolchain(path, *lines)
-    found = _ask(path, command, options)
-    if isinstance(found, Toolchain) and remembered is not None:
+    compiler = _ask(path, command, options)
+    if isinstance(compiler, Toolchain) and remembered is not None:
         with contextlib.suppress(OSError):  # it is asked again
-            disk.write_atomically(remembered, f"{found.version}\n{found.fingerprint}\n".encode())
-    return found
+            disk.write_atomically(remembered, f"{compiler.version}\n{compiler.fingerprint}\n".encode())
+    return compiler
 
 
 def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -147,8 +147,8 @@ def _remembered_probe(command: tuple[str, ...], options: tuple[str, ...]) -> Pat
     for word in command:  # a compiler behind another program is a word of its own
         path = os.path.realpath(shutil.which(word) or "/")
         with contextlib.suppress(OSError):
-            found = os.stat(path)
-            programs.append((path, found.st_mtime_ns, found.st_size))
+            status = os.stat(path)
+            programs.append((path, status.st_mtime_ns, status.st_size))
     facts = (command, options, programs, _cpu_flags())
     return directory / f"compiler-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.txt"
 
@@ -329,22 +329,22 @@ def load(source: str) -> ctypes.CDLL:
 def _find(source: str, stem: str, compiler: Toolchain | str) -> ctypes.CDLL:
     """From the cache, else from a kernel pack, else compiled, in the cache or in a temporary folder."""
     cache = cache_directory()
-    found = None if cache is None else _find_kept(stem, compiler, cache)
-    if found is not None:
-        return found
+    library = None if cache is None else _find_kept(stem, compiler, cache)
+    if library is not None:
+        return library
     if isinstance(compiler, str):
         raise CompileError(compiler)
     name = f"{stem}-{compiler.fingerprint[:16]}.so"
     with compiling("a kernel for the CPU"), locked(name):
-        found = None if cache is None else _open(cache, [name])  # another process has compiled it meanwhile
-        return _compile_into(source, name, cache, compiler) if found is None else found
+        library = None if cache is None else _open(cache, [name])  # another process has compiled it meanwhile
+        return _compile_into(source, name, cache, compiler) if library is None else library
 
 
 def _find_kept(stem: str, compiler: Toolchain | str, cache: Path) -> ctypes.CDLL | None:
     """From the cache, or from a kernel pack by way of the cache."""
-    found = _open(cache, list(_names(stem, compiler, cache)))
-    if found is not None:
-        return found
+    library = _open(cache, list(_names(stem, compiler, cache)))
+    if library is not None:
+        return library
     for key in _keys_of_packs(stem):
         kept, entry = _open(cache, [f"{key}.so"]), installed_packs.entry("cpu", key)
         with contextlib.suppress(OSError, KeyError):
@@ -367,9 +367,9 @@ def _compile_into(source: str, name: str, cache: Path | None, compiler: Toolchai
         with contextlib.suppress(OSError):  # a folder has the name, or there is no room
             disk.write_atomically(folder / name, content)
             disk.remove_oldest(folder, ".so", disk.cache_limit())
-            found = _open(folder, [name])
-            if found is not None:
-                return found
+            library = _open(folder, [name])
+            if library is not None:
+                return library
     raise CompileError(f"a compiled kernel could be kept neither in {cache} nor in {_temporary_directory()}")
 
 

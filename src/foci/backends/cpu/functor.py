@@ -60,7 +60,7 @@ def _key_step(index: Expr) -> int | None:
 
 @dataclass(frozen=True)
 class Span:
-    """Captured elements that follow the keys: along dimension `dim` from index `start` on, elsewhere at `others`.
+    """Captured elements that follow the keys: along dimension `dim` from index `start` on, elsewhere at `fixed_indices`.
 
     With a `divisor`, the index is the key's divided by it, and a vector of keys meets one element.
     """
@@ -69,7 +69,7 @@ class Span:
     dim: int
     step: int
     start: Expr
-    others: tuple[Expr, ...]
+    fixed_indices: tuple[Expr, ...]
     dtype: DType
     divisor: int = 0
 
@@ -106,8 +106,8 @@ def find_span(slot: int, indices: Sequence[Expr], dtype: DType) -> Span | None:
         divisor, zeros = _key_divisor(indices[dim]), tuple(const(0) if n == dim else index for n, index in enumerate(indices))
         return Span(slot, dim, 0, const(0), zeros, dtype, divisor) if divisor else None
     start = substitute(indices[dim], {variable("kv_idx"): const(0)})
-    others = tuple(const(0) if n == dim else index for n, index in enumerate(indices))
-    return Span(slot, dim, steps[dim] or 0, start, others, dtype)
+    fixed_indices = tuple(const(0) if n == dim else index for n, index in enumerate(indices))
+    return Span(slot, dim, steps[dim] or 0, start, fixed_indices, dtype)
 
 
 @dataclass(eq=False)
@@ -219,13 +219,13 @@ class Functor:
         runs = [("s", "span", n, s) for n, s in enumerate(self.spans)] + [
             ("g", "dense_span", n, s) for n, s in enumerate(self.gradient_spans)
         ]
-        roots = [*self.rows, *(e for _, _, _, s in runs for e in (s.start, *s.others))]
+        roots = [*self.rows, *(e for _, _, _, s in runs for e in (s.start, *s.fixed_indices))]
         emitted = emit(roots, VALUES)
         results = iter(emitted.results)
         lines = ["Row row;", *emitted.lines, *(f"{ROW}{n} = {next(results)};" for n in self.rows.values())]
         for letter, function, n, s in runs:
-            start, others = next(results), [next(results) for _ in s.others]
-            lines.append(f"row.{letter}{n} = {function}<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))});")
+            start, fixed_indices = next(results), [next(results) for _ in s.fixed_indices]
+            lines.append(f"row.{letter}{n} = {function}<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *fixed_indices))});")
         return [_struct("Row", fields), _member(f"static FOCI_INLINE Row row({_ROW_ARGUMENTS})", (*lines, "return row;"))]
 
     def _column(self) -> list[str]:
@@ -263,12 +263,12 @@ def _column_spans(expr: Expr, spans: list[Span]) -> Expr:
 
 def _column_reads(spans: Sequence[Span]) -> list[str]:
     """Reads of a column's runs, in a block of their own: they number their values as what follows does."""
-    emitted = emit([e for s in spans for e in (s.start, *s.others)], VALUES)
+    emitted = emit([e for s in spans for e in (s.start, *s.fixed_indices)], VALUES)
     results = iter(emitted.results)
     reads = []
     for n, s in enumerate(spans):
-        start, others = next(results), [next(results) for _ in s.others]
-        source = f"span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *others))})"
+        start, fixed_indices = next(results), [next(results) for _ in s.fixed_indices]
+        source = f"span<{s.dim}>({', '.join((f'c{s.slot}(call)', start, *fixed_indices))})"
         reads.append(f"{SPAN}{n} = {s.read(source)};")
     declared = (f"{vector_type(s.dtype)} {SPAN}{n};" for n, s in enumerate(spans))
     return [*declared, "{", *(f"  {line}" for line in (*emitted.lines, *reads)), "}"]

@@ -169,7 +169,7 @@ def partition(
     owned = {slot: _owned_axes(sites, slot, captures[slot].shape, sizes[0], numbers) for slot in wanted}
 
     def count_copies(slot: int, parts: Sequence[int]) -> tuple[int, int, int]:
-        b, h, s = (1 if own else n for own, n in zip(owned[slot], parts, strict=True))
+        b, h, s = (1 if is_owned else n for is_owned, n in zip(owned[slot], parts, strict=True))
         return b, h, s
 
     def count_bytes(parts: Sequence[int]) -> int:

@@ -42,10 +42,10 @@ def affine_in_keys(score: Expr, streaming: str = "kv_idx") -> tuple[Expr, Expr] 
 
 def affine_in_both(score: Expr) -> tuple[Expr, Expr, Expr] | None:
     """(what is added to the raw score, slope per key, slope per query); None if the slope per key is 0, or a slope varies."""
-    found, across = affine_in_keys(score), affine_in_keys(score, "q_idx")
-    if found is None:
+    affine, across = affine_in_keys(score), affine_in_keys(score, "q_idx")
+    if affine is None:
         return None
-    added, rise = found
+    added, rise = affine
     if across is None and "q_idx" in added.variables():
         return None
     return added, rise, _ZERO if across is None else across[1]

@@ -50,19 +50,19 @@ def gradient_tensors(launches: LaunchBuilder, operands: Operands, wanted: tuple[
             sizes = [(*t.shape[:2], s, t.shape[3]) for t, s in of.values()]
             steps = [(s * width, width_of, width, 1) for _, _, s, width_of in sizes]
             return dict(zip(of, launches.parts(sizes, steps, operands.query.dtype, operands.query), strict=True))
-    made = {}
+    grads = {}
     for (name, (tensor, s)), on in zip(of.items(), wanted, strict=True):
         if on:
             b, h, _, d = tensor.shape
             _, head, row, _ = tensor.stride()
             shape = b, h, s, d
-            made[name] = launches.empty(shape, gradient_strides(shape, heads_in_rows=head < row), tensor.dtype, tensor)
-    return made
+            grads[name] = launches.empty(shape, gradient_strides(shape, heads_in_rows=head < row), tensor.dtype, tensor)
+    return grads
 
 
 def no_gradients(operands: Operands, problem: Problem) -> Gradients:
     """Zero gradients, for calls in which no query attends to any key."""
     wanted = (problem.query_grad, problem.key_grad, problem.value_grad, *problem.capture_grads)
     tensors = (operands.query, operands.key, operands.value, *operands.captures)
-    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]
-    return Gradients(found[0], found[1], found[2], (*found[3:], *(None,) * (len(tensors) - len(found))))
+    grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) if on else None for t, on in zip(tensors, wanted, strict=False)]
+    return Gradients(grads[0], grads[1], grads[2], (*grads[3:], *(None,) * (len(tensors) - len(grads))))

@@ -70,8 +70,8 @@ class Joint(NamedTuple):
         allocate = functools.partial(torch.empty, (last + 1,), dtype=self.dtype, device=self.device)
 
         def make() -> list[Tensor]:
-            whole = allocate()
-            return [whole.as_strided(*part) for part in self.parts]
+            buffer = allocate()
+            return [buffer.as_strided(*part) for part in self.parts]
 
         return make
 
@@ -80,18 +80,18 @@ class Parts(NamedTuple):
     """The tensors that share one allocation, for any number of tokens."""
 
     # (tokens -> size, tokens -> strides, offset)
-    found: list[tuple[Callable[[Tokens], tuple[int, ...]], Callable[[Tokens], tuple[int, ...]], int]]
+    layouts: list[tuple[Callable[[Tokens], tuple[int, ...]], Callable[[Tokens], tuple[int, ...]], int]]
     dtype: torch.dtype
     device: torch.device
 
     @staticmethod
-    def of(made: Sequence[New]) -> Parts | None:
-        found = [(row_function(new.size), row_function(new.stride), new.offset) for new in made if new.offset is not None]
-        return Parts(found, made[0].dtype, made[0].device) if found else None
+    def of(news: Sequence[New]) -> Parts | None:
+        layouts = [(row_function(new.size), row_function(new.stride), new.offset) for new in news if new.offset is not None]
+        return Parts(layouts, news[0].dtype, news[0].device) if layouts else None
 
     def at(self, tokens: Tokens) -> Joint:
         """Return the allocation for a number of tokens."""
-        return Joint([(size(tokens), stride(tokens), at) for size, stride, at in self.found], self.dtype, self.device)
+        return Joint([(size(tokens), stride(tokens), at) for size, stride, at in self.layouts], self.dtype, self.device)
 
 
 class Scratch(NamedTuple):
@@ -101,8 +101,8 @@ class Scratch(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(made: Sequence[New]) -> Scratch | None:
-        return Scratch(row_function(list(itertools.accumulate(new.lines for new in made))), made[0].device) if made else None
+    def of(news: Sequence[New]) -> Scratch | None:
+        return Scratch(row_function(list(itertools.accumulate(new.lines for new in news))), news[0].device) if news else None
 
     def at(self, tokens: Tokens) -> tuple[functools.partial[Tensor], list[int]]:
         """(function that allocates it, byte offset of each tensor) for a number of tokens."""

@@ -48,8 +48,8 @@ def weight_cotangents(operands: Operands, cotangents: Cotangents, sequences: Seq
         return None
     columns, weights = (None if t is None else t.to(torch.float32).contiguous() for t in (cotangents.column_sums, cotangents.weights))
     counts = (operands.query.shape[1], operands.query.shape[2], operands.key.shape[2])
-    found = {"flow_columns": columns, "flow_weights": weights, "flow_start": sequences.kv_start}
-    return {**found, "flow_counts": tuple(map(encode, counts))}
+    fields = {"flow_columns": columns, "flow_weights": weights, "flow_start": sequences.kv_start}
+    return {**fields, "flow_counts": tuple(map(encode, counts))}
 
 
 def add_weight_cotangents(

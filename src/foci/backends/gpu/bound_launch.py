@@ -57,8 +57,8 @@ class _Surroundings:
     def moved(self, offsets: Tensor) -> _Surroundings | None:
         """Return the surroundings with other sequences: as many, with one set of offsets. None if there were two sets, or if launches must
         go through Triton."""
-        (of, _), *others = self._ends
-        if others or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
+        (of, _), *other_ends = self._ends
+        if other_ends or offsets.shape != of.shape or offsets.dtype != of.dtype or offsets.device != of.device or offsets.is_inference():
             return None
         return _Surroundings(self._device, self.stream, (offsets,)) if free_stream_on(self._device) == self.stream else None
 
@@ -98,15 +98,18 @@ class _Forward:
     `kept`: where the caller does not read lse, the one tensor that every call writes it to.
     """
 
-    __slots__ = ("_around", "_empty", "_found", "_kept", "_kind", "_launch", "_parts", "_results", "_whole")
+    __slots__ = ("_around", "_empty", "_kept", "_kind", "_launch", "_launch_list", "_no_padding", "_parts", "_results")
 
     def __init__(
-        self, found: LaunchList, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *, whole: bool
-    ) -> None:
-        self._found, self._kind, self._around, self._parts, self._kept, self._whole = found, kind, around, parts, kept, whole
-        self._results: _Results = found.sized.makes_rows
+        self, launch_list: LaunchList, kind: _Kind, around: _Surroundings, parts: tuple[int, int, int], kept: Tensor | None, *,
+        no_padding: bool,
+    ) -> None:  # fmt: skip
+        self._launch_list, self._kind, self._around, self._parts, self._kept, self._no_padding = (
+            launch_list, kind, around, parts, kept, no_padding,
+        )  # fmt: skip
+        self._results: _Results = launch_list.sized.makes_rows
         self._empty = allocator_on(kind.device)
-        self._launch = (found.of_whole() if whole else None) or found.launch
+        self._launch = (launch_list.of_whole() if no_padding else None) or launch_list.launch
 
     def __call__(self, rows: Tensor, /) -> tuple[Tensor, Tensor] | None:
         start, kind, kept = rows.data_ptr(), self._kind, self._kept
@@ -121,48 +124,48 @@ class _Forward:
     def moved(self, rows: Tensor, offsets: Tensor, /) -> _Forward | None:
         """See `foci.backends.contract.ForwardOfRows`."""
         kind, around = self._kind.of_rows(rows), self._around.moved(offsets)
-        found = None if kind is None or around is None else _moved(self._found, around, offsets, rows.shape[0])
-        if kind is None or around is None or found is None or not _knows_results(found):
+        launch_list = None if kind is None or around is None else _moved(self._launch_list, around, offsets, rows.shape[0])
+        if kind is None or around is None or launch_list is None or not _knows_results(launch_list):
             return None
         kept = self._kept
         if kept is not None and kind is not self._kind:
-            kept = self._empty(*found.sized.makes_rows.lse)
-        return _Forward(found, kind, around, self._parts, kept, whole=self._whole)
+            kept = self._empty(*launch_list.sized.makes_rows.lse)
+        return _Forward(launch_list, kind, around, self._parts, kept, no_padding=self._no_padding)
 
 
 def bind_forward(
-    found: LaunchList, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, whole: bool, out_alone: bool
+    launch_list: LaunchList, rows: Tensor, inputs: Inputs, offsets: Offsets | None, *, no_padding: bool, out_alone: bool
 ) -> ForwardOfRows | None:
     """Bind a forward launch list, built for views of rows [T, E], to any such rows. None if it depends on more than addresses, or its
-    results are not contiguous. `whole`, `out_alone`: see `foci.backends.contract.Binding`."""
+    results are not contiguous. `no_padding`, `out_alone`: see `foci.backends.contract.Binding`."""
     kind, around, parts = _Kind.of(rows), _surroundings(rows, offsets), _find_parts(rows, inputs)
-    if kind is None or around is None or parts is None or not _knows_results(found):
+    if kind is None or around is None or parts is None or not _knows_results(launch_list):
         return None
-    results: _Results = found.sized.makes_rows
+    results: _Results = launch_list.sized.makes_rows
     kept = allocator_on(kind.device)(*results.lse) if out_alone else None
-    return _Forward(found, kind, around, parts, kept, whole=whole)
+    return _Forward(launch_list, kind, around, parts, kept, no_padding=no_padding)
 
 
-def _moved(found: LaunchList, around: _Surroundings, offsets: Tensor, tokens: int) -> LaunchList | None:
+def _moved(launch_list: LaunchList, around: _Surroundings, offsets: Tensor, tokens: int) -> LaunchList | None:
     """Bind a launch list without captured tensors to other sequences; None if it cannot be bound to others."""
-    template = found.template.anywhere() if min(tokens, *found.tokens) > 1 else None  # strides of a single token say nothing
+    template = launch_list.template.anywhere() if min(tokens, *launch_list.tokens) > 1 else None  # strides of a single token say nothing
     if template is None:
         return None
     return template.bound(sequences_at(offsets, (offsets, offsets, None, None), around.stream), (tokens, tokens), ())
 
 
-def _knows_results(found: LaunchList) -> bool:
-    sized = found.sized
+def _knows_results(launch_list: LaunchList) -> bool:
+    sized = launch_list.sized
     if sized.makes_rows is None:
         sized.makes_rows = _find_results(sized) or False
     return sized.makes_rows is not False
 
 
-def _find_results(found: Sized) -> _Results | None:
-    made = found.news
-    if found.joint is not None or len(made) != 2 or not found.takes_places:
+def _find_results(sized: Sized) -> _Results | None:
+    news = sized.news
+    if sized.joint is not None or len(news) != 2 or not sized.takes_places:
         return None
-    (size, stride, dtype), (lse, lse_stride, lse_dtype) = made
+    (size, stride, dtype), (lse, lse_stride, lse_dtype) = news
     if len(size) != 3 or stride != (size[1] * size[2], size[2], 1) or lse_stride != (lse[1], 1) or lse_dtype != torch.float32:
         return None
     width = size[1] * size[2]
@@ -172,15 +175,15 @@ def _find_results(found: Sized) -> _Results | None:
 class _Backward:
     """A backward pass, as `_Forward`. `kinds`: of the rows, out, lse and the gradient of out."""
 
-    __slots__ = ("_around", "_empty", "_found", "_kinds", "_of_made", "_parts", "_steps")
+    __slots__ = ("_around", "_empty", "_kinds", "_launch_list", "_of_grad_rows", "_parts", "_steps")
 
     def __init__(
-        self, found: LaunchList, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
+        self, launch_list: LaunchList, kinds: tuple[_Kind, _Kind, _Kind, _Kind], around: _Surroundings, parts: tuple[int, int, int]
     ) -> None:
-        self._found, self._kinds, self._around, self._parts = found, kinds, around, parts
-        self._steps: tuple[int, ...] = found.sized.makes_rows
+        self._launch_list, self._kinds, self._around, self._parts = launch_list, kinds, around, parts
+        self._steps: tuple[int, ...] = launch_list.sized.makes_rows
         of_rows = kinds[0]
-        self._empty, self._of_made = allocator_on(of_rows.device), ((*of_rows.shape,), (of_rows.shape[1], 1), of_rows.dtype)
+        self._empty, self._of_grad_rows = allocator_on(of_rows.device), ((*of_rows.shape,), (of_rows.shape[1], 1), of_rows.dtype)
 
     def __call__(self, rows: Tensor, out: Tensor, lse: Tensor, dout: Tensor, /) -> Tensor | None:
         start, outs, lses, douts = rows.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
@@ -190,50 +193,50 @@ class _Backward:
         # autograd may pass saved tensors and gradients as other tensors with the same values
         if not (of_rows.has(rows) and of_out.has(out) and of_lse.has(lse) and of_dout.has(dout)):
             return None
-        made = self._empty(*self._of_made)
-        to, (q, k, v), (dq, dk, dv) = made.data_ptr(), self._parts, self._steps
-        self._found.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
-        return made
+        grad_rows = self._empty(*self._of_grad_rows)
+        to, (q, k, v), (dq, dk, dv) = grad_rows.data_ptr(), self._parts, self._steps
+        self._launch_list.launch([start + q, start + k, start + v, None, outs, lses, douts, None, to + dq, to + dk, to + dv])
+        return grad_rows
 
     def moved(self, rows: Tensor, offsets: Tensor, /) -> _Backward | None:
         """See `foci.backends.contract.BackwardOfRows`."""
         of_rows, of_out, of_lse, of_dout = self._kinds
         kind, around = of_rows.of_rows(rows), self._around.moved(offsets)
-        found = None if kind is None or around is None else _moved(self._found, around, offsets, rows.shape[0])
-        if kind is None or around is None or found is None or not _knows_steps(found, rows):
+        launch_list = None if kind is None or around is None else _moved(self._launch_list, around, offsets, rows.shape[0])
+        if kind is None or around is None or launch_list is None or not _knows_steps(launch_list, rows):
             return None
         if kind is of_rows:
-            return _Backward(found, self._kinds, around, self._parts)
+            return _Backward(launch_list, self._kinds, around, self._parts)
         out, lse = torch.Size((rows.shape[0], of_out.shape[1])), torch.Size((of_lse.shape[0], rows.shape[0]))
         kinds = (kind, of_out._replace(shape=out), of_lse._replace(shape=lse), of_dout._replace(shape=out))
-        return _Backward(found, kinds, around, self._parts)
+        return _Backward(launch_list, kinds, around, self._parts)
 
 
 def bind_backward(
-    found: LaunchList, rows: Tensor, inputs: Inputs, offsets: Offsets | None, given: tuple[Tensor, Tensor, Tensor]
+    launch_list: LaunchList, rows: Tensor, inputs: Inputs, offsets: Offsets | None, bwd_args: tuple[Tensor, Tensor, Tensor]
 ) -> BackwardOfRows | None:
-    """Bind a backward launch list, as `bind_forward`. `given`: out [T, Hq, Dv], lse, and the gradient of out; the bound launch takes out
+    """Bind a backward launch list, as `bind_forward`. `bwd_args`: out [T, Hq, Dv], lse, and the gradient of out; the bound launch takes out
     and its gradient as [T, Hq * Dv]."""
-    kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *given)], _surroundings(rows, offsets), _find_parts(rows, inputs)
+    kinds, around, parts = [_Kind.of(t.flatten(1)) for t in (rows, *bwd_args)], _surroundings(rows, offsets), _find_parts(rows, inputs)
     of_rows, of_out, of_lse, of_dout = kinds
     if of_rows is None or of_out is None or of_lse is None or of_dout is None:
         return None
-    if around is None or parts is None or not _knows_steps(found, rows):
+    if around is None or parts is None or not _knows_steps(launch_list, rows):
         return None
-    return _Backward(found, (of_rows, of_out, of_lse, of_dout), around, parts)
+    return _Backward(launch_list, (of_rows, of_out, of_lse, of_dout), around, parts)
 
 
-def _knows_steps(found: LaunchList, rows: Tensor) -> bool:
-    sized = found.sized
+def _knows_steps(launch_list: LaunchList, rows: Tensor) -> bool:
+    sized = launch_list.sized
     if sized.makes_rows is None:
         sized.makes_rows = _find_steps(sized, rows) or False
     return sized.makes_rows is not False
 
 
-def _find_steps(found: Sized, rows: Tensor) -> tuple[int, ...] | None:
+def _find_steps(sized: Sized, rows: Tensor) -> tuple[int, ...] | None:
     """Byte offsets of dq, dk and dv in rows like these; None unless they are side by side and fill the rows."""
-    parts, width = found.joint, rows.shape[1]
-    if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or found.news or not found.takes_places:
+    parts, width = sized.joint, rows.shape[1]
+    if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or sized.news or not sized.takes_places:
         return None
     steps, at = [], 0
     for size, stride, offset in parts.parts:

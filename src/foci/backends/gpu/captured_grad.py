@@ -84,17 +84,17 @@ def find_query_tile_bias(builder: PassBuilder, o: Operands) -> LearnedBias | Non
         return None
     derivatives = capture_derivatives(builder.variant.score)
     for slot, (capture, wanted) in enumerate(zip(o.captures, builder.problem.capture_grads, strict=False)):
-        own = [derivative for derivative in derivatives if derivative.slot == slot]
-        if not wanted or len(own) != 1 or own[0].weight is not const(1.0):
+        slot_derivatives = [derivative for derivative in derivatives if derivative.slot == slot]
+        if not wanted or len(slot_derivatives) != 1 or slot_derivatives[0].weight is not const(1.0):
             continue
-        way = _choose_way(own[0])
-        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(builder, o, own[0], capture):
-            return LearnedBias(slot, own[0], 1 if "b" in way.names else o.query.shape[0])
+        way = _choose_way(slot_derivatives[0])
+        if way.how == "tile" and ("h" in way.names or o.query.shape[1] == 1) and _is_covered(builder, o, slot_derivatives[0], capture):
+            return LearnedBias(slot, slot_derivatives[0], 1 if "b" in way.names else o.query.shape[0])
     return None
 
 
 def bias_gradient(
-    builder: PassBuilder, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
+    builder: PassBuilder, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
 ) -> None:
     """Compute dq, `rows` with lse in base 2 and delta, and `target` with the gradient of the bias."""
     o, schedule = call.operands, builder.schedule("bias_gradient")
@@ -116,7 +116,7 @@ def bias_gradient(
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
     call.launches.add(
         attention_bias_gradient, (programs,),
-        o.query, keys(o.key), keys(o.value), given.out, given.dout, given.lse, given.dlse, *rows, dq, target, sums, waiting,
+        o.query, keys(o.key), keys(o.value), bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows, dq, target, sums, waiting,
         call.strides, Strides(*map(encode, (*units, steps[3]))), builder.size(call, grid.heads, grid.tiles[0]),
         (encode(learned.entries), encode(stretch)), call.numbers, call.environment, config, call.functions.both, call.functions.mask,
         is_summed, is_contiguous, num_warps=schedule.warps,
@@ -144,26 +144,26 @@ def capture_gradients(
     reads: dict[int, list[CaptureDerivative]] = {}
     for derivative in summed_derivatives(builder.variant.score):
         reads.setdefault(derivative.slot, []).append(derivative)
-    found: list[Tensor | None] = []
+    grads: list[Tensor | None] = []
     for slot, capture in enumerate(captures):
         if not (slot < len(wanted) and wanted[slot]):
-            found.append(None)
+            grads.append(None)
             continue
         if known is not None and slot in known:
-            found.append(known[slot])
+            grads.append(known[slot])
             continue
-        own = reads.get(slot, [])
-        if len(own) == 1 and _choose_way(own[0]).how == "tile":
-            make = torch.empty_like if _is_covered(builder, call.operands, own[0], capture) else torch.zeros_like
-            found.append(_tile(builder, call, rows, own[0], make(capture, memory_format=torch.contiguous_format)))
+        slot_derivatives = reads.get(slot, [])
+        if len(slot_derivatives) == 1 and _choose_way(slot_derivatives[0]).how == "tile":
+            make = torch.empty_like if _is_covered(builder, call.operands, slot_derivatives[0], capture) else torch.zeros_like
+            grads.append(_tile(builder, call, rows, slot_derivatives[0], make(capture, memory_format=torch.contiguous_format)))
             continue
         total = torch.zeros(capture.shape, dtype=torch.float32, device=capture.device)
-        for derivative in own:
+        for derivative in slot_derivatives:
             how = _choose_way(derivative).how
             gather = {"tile": _tile, "scatter": _scatter}.get(how, _reduced)
             total += gather(builder, call, rows if how == "tile" else exact(), derivative, torch.zeros_like(total))
-        found.append(total.to(capture.dtype))
-    return tuple(found)
+        grads.append(total.to(capture.dtype))
+    return tuple(grads)
 
 
 def _is_covered(builder: PassBuilder, o: Operands, derivative: CaptureDerivative, capture: Tensor) -> bool:
@@ -218,15 +218,15 @@ def _part(derivative: CaptureDerivative, layouts: tuple[TensorLayout, ...], *, h
 
 def count_entries(derivative: CaptureDerivative, captures: Sequence[Tensor]) -> tuple[int, ...] | None:
     """Number of entries of each reduction around a read, outermost first; None if it varies with position."""
-    found = []
+    counts = []
     for _, extent in derivative.axes:
         if extent.op == "size" and isinstance(extent.value, tuple):
-            found.append(captures[int(str(extent.value[0]))].shape[int(str(extent.value[1]))])
+            counts.append(captures[int(str(extent.value[0]))].shape[int(str(extent.value[1]))])
         elif extent.op == "const" and isinstance(extent.value, int):
-            found.append(extent.value)
+            counts.append(extent.value)
         else:
             return None
-    return tuple(found)
+    return tuple(counts)
 
 
 @dataclass(frozen=True)
@@ -343,9 +343,9 @@ def _reduced(builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tenso
 
 
 def _entries(derivative: CaptureDerivative, call: Pass) -> tuple[int, ...]:
-    found = count_entries(derivative, call.operands.captures)
-    assert found is not None, "such a problem is declined"
-    return found
+    counts = count_entries(derivative, call.operands.captures)
+    assert counts is not None, "such a problem is declined"
+    return counts
 
 
 def _scatter(builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tensor], derivative: CaptureDerivative, out: Tensor) -> Tensor:
@@ -359,7 +359,7 @@ def _scatter(builder: PassBuilder, call: Pass, rows: tuple[Tensor, Tensor, Tenso
     count = max(1, grid.batch * grid.heads * grid.lengths[0] * grid.lengths[1] * entries)
     exponent = _BITS - math.ceil(math.log2(count + 1)) - torch.ceil(torch.log2(largest.clamp_min(1e-300)))
     units = torch.exp2(exponent.clamp(-900.0, 900.0)).reshape(1)
-    whole = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
-    _launch(builder, call, rows, derivative, _Launch(whole, (0, 0, 0, 0), (1, 1), "scatter", units, entries))
-    total = (whole.double() / units).float()
+    int_sums = torch.zeros(out.shape, dtype=torch.int64, device=out.device)
+    _launch(builder, call, rows, derivative, _Launch(int_sums, (0, 0, 0, 0), (1, 1), "scatter", units, entries))
+    total = (int_sums.double() / units).float()
     return torch.where(torch.isfinite(largest), total, torch.nan)

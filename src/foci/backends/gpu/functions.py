@@ -97,8 +97,8 @@ def build_functions(variant: Variant, layouts: tuple[TensorLayout, ...], *, half
     if line is not None:
         parts["line"] = (_ARGUMENTS, line)
     sources = {name: _source(name, arguments, exprs, codegen) for name, (arguments, exprs) in parts.items()}
-    made = {name: jit_function(name, source) for name, source in sources.items()}
-    return KernelFunctions(**{"line": None, **made}, source="\n\n".join(sources.values()))
+    functions = {name: jit_function(name, source) for name, source in sources.items()}
+    return KernelFunctions(**{"line": None, **functions}, source="\n\n".join(sources.values()))
 
 
 def _source(name: str, arguments: str, exprs: tuple[Expr, ...], codegen: Any) -> str:

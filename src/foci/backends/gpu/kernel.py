@@ -49,7 +49,7 @@ class BackwardPass(Protocol):
         ...
 
     def build(
-        self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None, /
+        self, operands: Operands, bwd_args: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None, /
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         """Allocate the gradients and add the launches.
 
@@ -105,16 +105,16 @@ class GpuKernel(RepeatablePasses, Kernel):
         if flow is not None:
             cotangents = add_weight_cotangents(self.builder, operands, sequences, results, cotangents, flow)
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
-        given = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
-        key = self.pass_key(operands, given) if self._is_all_launches(operands, flow) else None
-        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *given)
+        bwd_args = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
+        key = self.pass_key(operands, bwd_args) if self._is_all_launches(operands, flow) else None
+        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *bwd_args)
         launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
         with nullcontext() if self.needs_capture_grads else compile_in_parallel():
-            made, captures = self.backward_pass.build(operands, given, sequences, launches, flow)
+            grads, captures = self.backward_pass.build(operands, bwd_args, sequences, launches, flow)
             launches.finish(count_tokens(operands))
         if key is not None and (built := launches.built) is not None:
             self.keep(key, operands, sequences, built, self.gradients + self.needs_capture_grads)
-        rest = iter(made)
+        rest = iter(grads)
         dq, dk, dv = (next(rest) if on else None for on in self.wanted)
         gradients = Gradients(dq, dk, dv, captures or (None,) * len(operands.captures))
         return add_row_gradients(gradients, self.builder.problem, operands, results.lse, grad_lse)
@@ -144,8 +144,8 @@ class GpuKernel(RepeatablePasses, Kernel):
             # gradients of captured tensors are summed by torch's operations, which take no memory on the device "meta"
             wanted = self.builder.problem.capture_grads
             captures = tuple(t.to("meta") if on else t for t, on in zip(operands.captures, wanted, strict=True))
-            given = Given(results.out, results.lse, results.out, None)
-            self.backward_pass.build(replace(operands, captures=captures), given, sequences, PrecompileBuilder(), None)
+            bwd_args = Given(results.out, results.lse, results.out, None)
+            self.backward_pass.build(replace(operands, captures=captures), bwd_args, sequences, PrecompileBuilder(), None)
 
     def _is_all_launches(self, operands: Operands, flow: WeightCotangents | None) -> bool:
         """Whether a launch list holds all of a backward: most gradients of captured tensors take torch operations between launches."""

@@ -47,10 +47,10 @@ def restore(made_of: KernelSource) -> bool:
     """Put the kernel into Triton's cache, if a pack has it and Triton's cache has not. Whether it is there now."""
     if cached_files(made_of):
         return True
-    found = installed_packs.entry("gpu", meaning(made_of)) if installed_packs.packs("gpu") else None
-    if found is not None:
-        keep_files(made_of, found.files)
-    return found is not None
+    entry = installed_packs.entry("gpu", meaning(made_of)) if installed_packs.packs("gpu") else None
+    if entry is not None:
+        keep_files(made_of, entry.files)
+    return entry is not None
 
 
 def note(made_of: KernelSource) -> None:

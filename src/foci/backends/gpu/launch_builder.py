@@ -39,9 +39,9 @@ from foci.compat.triton import find_bottom
 __all__ = ["LaunchBuilder", "plain_arguments"]
 
 
-def _defaults(function: Any, given: int) -> tuple[Any, ...]:
-    """Defaults of the parameters after the first `given` ones: a launcher takes all arguments."""
-    return tuple(parameter.default for parameter in list(function.signature.parameters.values())[given:])
+def _defaults(function: Any, count: int) -> tuple[Any, ...]:
+    """Defaults of the parameters after the first `count` ones: a launcher takes all arguments."""
+    return tuple(parameter.default for parameter in list(function.signature.parameters.values())[count:])
 
 
 _UNWATCHED: Final = (None, None, None)
@@ -67,13 +67,13 @@ def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | 
     values: list[Any] = []
     moved: dict[int, int] = {}
     tiles: list[tuple[int, int, Any]] = []
-    described = {at: (role, made, facts) for (at, role, made), facts in zip(noted.tiles, bottom.metadata, strict=True)}
+    described = {at: (role, maker, facts) for (at, role, maker), facts in zip(noted.tiles, bottom.metadata, strict=True)}
     for at, value in enumerate(noted.values):
         moved[at] = len(values)
         if at in described:
-            role, made, facts = described[at]
-            tiles.append((moved[at], role, Maps(made, bottom.make_map, facts)))
-            values += [None, *made.rest["shape"], *made.rest["strides"]]
+            role, maker, facts = described[at]
+            tiles.append((moved[at], role, Maps(maker, bottom.make_map, facts)))
+            values += [None, *maker.rest["shape"], *maker.rest["strides"]]
         else:
             values.append(value)
     late = [*late_counts(values), *((moved[at], text) for at, text in noted.late)]
@@ -122,10 +122,10 @@ class LaunchBuilder:
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """Allocate an uninitialised tensor on the device of `like`; each run allocates its own."""
         new = New(tuple(shape), tuple(strides), dtype, like.device)
-        made = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
+        tensor = torch.empty_strided(_plain(shape), _plain(strides), dtype=dtype, device=like.device)
         self._made.append(new)
-        self._tensors.append(made)
-        return made
+        self._tensors.append(tensor)
+        return tensor
 
     def parts(self, sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], dtype: torch.dtype, like: Tensor) -> list[Tensor]:
         """Allocate uninitialised tensors [B, H, S, D] whose rows are side by side in one allocation; to be called before `empty`."""
@@ -134,9 +134,9 @@ class LaunchBuilder:
         self._made += [
             New(tuple(size), tuple(steps), dtype, like.device, at) for size, steps, at in zip(sizes, strides, starts, strict=False)
         ]
-        made = Joint([(_plain(new.size), _plain(new.stride), new.offset or 0) for new in self._made], dtype, like.device).maker()()
-        self._tensors += made
-        return made
+        tensors = Joint([(_plain(new.size), _plain(new.stride), new.offset or 0) for new in self._made], dtype, like.device).maker()()
+        self._tensors += tensors
+        return tensors
 
     def keep(self, tensors: Inputs, source: Source | None = None) -> None:
         """Keep tensors that every run reads. `source` finds them for other sequences; without it, the launches are never rebound."""
@@ -163,13 +163,13 @@ class LaunchBuilder:
             queue.append(launch)
 
     def _add(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...], between: bool) -> None:
-        made = None if self._launches is None else self._make_repeatable(launch, grid, args)
-        if self._launches is None or made is None:
+        repeatable_launch = None if self._launches is None else self._make_repeatable(launch, grid, args)
+        if self._launches is None or repeatable_launch is None:
             self._launch_pending()
             compile_and_launch(*launch)
             return
         self._pending.append(launch)
-        self._launches.append(made._replace(between=between))
+        self._launches.append(repeatable_launch._replace(between=between))
 
     def _make_repeatable(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
         """The launch as it is repeated: the compiled kernel, with places for tensors and `Count`s among grid and arguments. None if it
@@ -182,8 +182,8 @@ class LaunchBuilder:
         except _UnknownTensor:
             return None
         place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
-        whole = noted.after((*place, compiled.packed_metadata, *_UNWATCHED))
-        return direct(compiled, place, noted) or Launch(compiled.run, whole, compiled=compiled)
+        arguments = noted.after((*place, compiled.packed_metadata, *_UNWATCHED))
+        return direct(compiled, place, noted) or Launch(compiled.run, arguments, compiled=compiled)
 
     def _launch_pending(self) -> None:
         """Launch what waits through Triton, and build no launch list."""
@@ -217,7 +217,7 @@ class LaunchBuilder:
             if type(arg) in _NUMBERS_ALONE:
                 continue
             if isinstance(arg, Tensor):
-                role, number = self._role(arg), next((n for n, own in enumerate(self._kept) if own is arg), None)
+                role, number = self._role(arg), next((n for n, tensor in enumerate(self._kept) if tensor is arg), None)
                 if role is not None:
                     noted.places.append((at, role))
                 elif number is not None:
@@ -240,7 +240,7 @@ class LaunchBuilder:
         return noted
 
     def _role(self, tensor: Tensor) -> int | None:
-        return next((role for role, own in enumerate(self._tensors) if own is tensor), None)
+        return next((role for role, candidate in enumerate(self._tensors) if candidate is tensor), None)
 
 
 def _is_descriptor(arg: Any) -> bool:

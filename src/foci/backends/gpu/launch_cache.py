@@ -41,21 +41,21 @@ def find_pass(key: Key, sequences: Sequences, tokens: Tokens, captures: Inputs) 
     """Find the launch list of a key: one of these sequences, else one of other sequences bound to these; None if there is none."""
     if sequences.q_start is None:
         return sequences.launch_lists.find(key)
-    found = sequences.launch_lists.find((key, *tokens))
-    if found is None and (template := _templates.find((key, sequences.form))) is not None:
-        found = template.bound(sequences, tokens, captures)
-        sequences.launch_lists.add((key, *tokens), (), found)
-    return found
+    launch_list = sequences.launch_lists.find((key, *tokens))
+    if launch_list is None and (template := _templates.find((key, sequences.form))) is not None:
+        launch_list = template.bound(sequences, tokens, captures)
+        sequences.launch_lists.add((key, *tokens), (), launch_list)
+    return launch_list
 
 
-def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], made: LaunchList) -> None:
+def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], launch_list: LaunchList) -> None:
     """Store a launch list for `find_pass`; also for other sequences, if it depends on them by their starts and lengths alone."""
     if sequences.q_start is None:
-        sequences.launch_lists.add(key, read, made)
+        sequences.launch_lists.add(key, read, launch_list)
         return
-    sequences.launch_lists.add((key, *made.tokens), read, made)
-    if min(made.tokens) > 1:  # strides of a single token say nothing
-        _templates.add((key, sequences.form), (), made.template.unbound())
+    sequences.launch_lists.add((key, *launch_list.tokens), read, launch_list)
+    if min(launch_list.tokens) > 1:  # strides of a single token say nothing
+        _templates.add((key, sequences.form), (), launch_list.template.unbound())
 
 
 class RepeatablePasses:
@@ -70,17 +70,18 @@ class RepeatablePasses:
 
     def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
-        found = self._find_forward(program, tensors, optional)
-        return None if found is None else found.run(_forward_inputs(tensors, optional))
+        launch_list = self._find_forward(program, tensors, optional)
+        return None if launch_list is None else launch_list.run(_forward_inputs(tensors, optional))
 
     def bind_forward(
-        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, /, *, whole: bool = False, out_alone: bool = False
-    ) -> ForwardOfRows | None:
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, /, *, no_padding: bool = False,
+        out_alone: bool = False,
+    ) -> ForwardOfRows | None:  # fmt: skip
         """See `foci.backends.contract.Kernel`."""
-        found = self._find_forward(program, tensors, optional)
-        if found is None:
+        launch_list = self._find_forward(program, tensors, optional)
+        if launch_list is None:
             return None
-        return bind_forward(found, rows, tensors, optional.offsets, whole=whole, out_alone=out_alone)
+        return bind_forward(launch_list, rows, tensors, optional.offsets, no_padding=no_padding, out_alone=out_alone)
 
     def _find_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors) -> LaunchList | None:
         query, key = tensors[0], tensors[1]
@@ -93,45 +94,49 @@ class RepeatablePasses:
         sequences = sequences_at(query, optional.offsets, stream)
         return find_pass((self, program, stream, (), read), sequences, _count(program, query, key), tensors[3:])
 
-    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given, /) -> list[Tensor] | None:
+    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
-        given, found, addresses = self._find_backward(program, tensors, optional, given)
-        return None if found is None else found.run((*tensors, optional.seed, *given), addresses)
+        bwd_args, launch_list, addresses = self._find_backward(program, tensors, optional, bwd_args)
+        return None if launch_list is None else launch_list.run((*tensors, optional.seed, *bwd_args), addresses)
 
     def bind_backward(
-        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, given: Given, /
+        self, program: Program, rows: Tensor, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /
     ) -> BackwardOfRows | None:
         """See `foci.backends.contract.Kernel`."""
-        _, found, _ = self._find_backward(program, tensors, optional, given)
-        return None if found is None or given.dlse is not None else bind_backward(found, rows, tensors, optional.offsets, given[:3])
+        _, launch_list, _ = self._find_backward(program, tensors, optional, bwd_args)
+        return (
+            None
+            if launch_list is None or bwd_args.dlse is not None
+            else bind_backward(launch_list, rows, tensors, optional.offsets, bwd_args[:3])
+        )
 
     def _find_backward(
-        self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given
+        self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given
     ) -> tuple[Given, LaunchList | None, list[int | None]]:
-        """Return (`given` with a dout that kernels can read, launch list or None, addresses of all tensors)."""
+        """Return (`bwd_args` with a dout that kernels can read, launch list or None, addresses of all tensors)."""
         query, key = tensors[0], tensors[1]
         assert query is not None
         assert key is not None
-        stream = free_stream(query) if _is_ready(given) else None
+        stream = free_stream(query) if _is_ready(bwd_args) else None
         read = None if stream is None else self._states(tensors[3:], optional.blocks)
         if stream is None or read is None:
-            return given, None, []
-        if 0 in given.dout.stride():
-            given = given._replace(dout=without_overlap(given.dout, given.out))
-        addresses = tensor_addresses((*tensors, optional.seed, *given))
+            return bwd_args, None, []
+        if 0 in bwd_args.dout.stride():
+            bwd_args = bwd_args._replace(dout=without_overlap(bwd_args.dout, bwd_args.out))
+        addresses = tensor_addresses((*tensors, optional.seed, *bwd_args))
         # a saved tensor may have been unpacked as another tensor with the same values, at an unaligned address
         if not _are_aligned(addresses):
-            return given, None, []
+            return bwd_args, None, []
         sequences = sequences_at(query, optional.offsets, stream)
-        known = (self, program, stream, _read_strides(tensors, given), read)
-        return given, find_pass(known, sequences, _count(program, query, key), tensors[3:]), addresses
+        known = (self, program, stream, _read_strides(tensors, bwd_args), read)
+        return bwd_args, find_pass(known, sequences, _count(program, query, key), tensors[3:]), addresses
 
-    def pass_key(self, operands: Operands, given: Given | None = None) -> Key | None:
+    def pass_key(self, operands: Operands, bwd_args: Given | None = None) -> Key | None:
         """The key by which the launch list of a pass is kept; None if it must not be repeated, or the call has no program.
 
         Args:
             operands: the call.
-            given: a backward's other arguments.
+            bwd_args: a backward's other arguments.
         """
         o, program = operands, operands.program
         stream = None if program is None else free_stream(o.query)
@@ -139,11 +144,11 @@ class RepeatablePasses:
         if program is None or read is None:
             return None
         tensors = (o.query, o.key, o.value, *o.captures)
-        every = [t for t in (*tensors, o.seed, o.kv_lengths, o.page_table, *(given or ())) if t is not None]
+        every = [t for t in (*tensors, o.seed, o.kv_lengths, o.page_table, *(bwd_args or ())) if t is not None]
         # a tensor in two places of a launch list would stand for both
         if not _are_aligned(tensor_addresses(every)) or len({*map(id, every)}) < len(every) - 3 + len({*map(id, tensors[:3])}):
             return None
-        return self, program, stream, () if given is None else _read_strides(tensors, given, packed=program.packed), read
+        return self, program, stream, () if bwd_args is None else _read_strides(tensors, bwd_args, packed=program.packed), read
 
     def keep(self, key: Key, operands: Operands, sequences: Sequences, built: LaunchList, count: int) -> None:
         """Keep the launch list of a pass, which returns the first `count` of the tensors that it allocates."""
@@ -170,19 +175,19 @@ def _count(program: Program, query: Tensor, key: Tensor) -> Tokens:
     return (query.size(0), key.size(0)) if program.packed else (query.size(2), key.size(2))
 
 
-def _read_strides(tensors: Inputs, given: Given, *, packed: bool = False) -> Key:
+def _read_strides(tensors: Inputs, bwd_args: Given, *, packed: bool = False) -> Key:
     """Strides of a backward pass's arguments. `packed`: tensors are [1, H, T, D]; return the strides of [T, H, D]."""
-    found = [None if t is None else t.stride() for t in (given.out, given.dout, *tensors)]
+    strides = [None if t is None else t.stride() for t in (bwd_args.out, bwd_args.dout, *tensors)]
     if packed:
-        found[:5] = [(s[2], s[1], s[3]) for s in found[:5] if s is not None]
-    elif given.out.dim() == 4 and given.out.shape[0] == 1:  # a step along one entry may depend on how many tokens it has
-        found[:5] = [s[1:] for s in found[:5] if s is not None]
-    return (given.dlse is None, *found)
+        strides[:5] = [(s[2], s[1], s[3]) for s in strides[:5] if s is not None]
+    elif bwd_args.out.dim() == 4 and bwd_args.out.shape[0] == 1:  # a step along one entry may depend on how many tokens it has
+        strides[:5] = [s[1:] for s in strides[:5] if s is not None]
+    return (bwd_args.dlse is None, *strides)
 
 
-def _is_ready(given: Given) -> bool:
+def _is_ready(bwd_args: Given) -> bool:
     """Whether row statistics have the layout and dtype that kernels read."""
-    lse, dlse = given.lse, given.dlse
+    lse, dlse = bwd_args.lse, bwd_args.dlse
     return lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
 
 

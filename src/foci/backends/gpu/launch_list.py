@@ -58,9 +58,9 @@ class Tiles(NamedTuple):
     """Always empty, for the interface of `Maps`: a cached descriptor would keep its tensor alive."""
 
     def __call__(self, base: Any, address: Any) -> Any:
-        made: Any = object.__new__(self.kind)  # checked when the list was built
-        made.__dict__ = {"base": base, **self.rest}
-        return made
+        descriptor: Any = object.__new__(self.kind)  # checked when the list was built
+        descriptor.__dict__ = {"base": base, **self.rest}
+        return descriptor
 
     @property
     def varies(self) -> bool:
@@ -93,7 +93,7 @@ class Arguments(NamedTuple):
         """Put `head` before these arguments."""
         by, (values, places, tiles, parts, late) = len(head), self
         return Arguments(
-            [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, made) for at, role, made in tiles],
+            [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, maker) for at, role, maker in tiles],
             [(at + by, part) for at, part in parts], [*late_counts(head), *((at + by, text) for at, text in late)],
         )  # fmt: skip
 
@@ -103,33 +103,33 @@ class Arguments(NamedTuple):
 
     def binder(self) -> Binder | None:
         """Generate the function that fills in `late` when a template is bound; None if there is nothing to fill in."""
-        found = self._bound("v")
-        return _binder(_code("bind(v, t, k)", found)) if found else None
+        exprs = self._bound("v")
+        return _binder(_code("bind(v, t, k)", exprs)) if exprs else None
 
-    def _filled(self, own: str, makers: Iterator[int]) -> dict[int, str]:
+    def _filled(self, prefix: str, makers: Iterator[int]) -> dict[int, str]:
         """Expressions of arguments with addresses, by index, over `m`, the `makers`, `a`, the addresses, and `o`, the tensors or None."""
-        found = {at: f"a[{role}]" for at, role in self.places}
+        exprs = {at: f"a[{role}]" for at, role in self.places}
         for (at, role, _), n in zip(self.tiles, makers, strict=False):
-            found[at] = f"m[{n}].known.get(a[{role}]) or described(m[{n}], a[{role}], o and o[{role}])"
+            exprs[at] = f"m[{n}].known.get(a[{role}]) or described(m[{n}], a[{role}], o and o[{role}])"
         for at, part in self.parts:
-            if inner := part._filled(f"{own}[{at}]", makers):
-                found[at] = part._tuple(f"{own}[{at}]", inner)
-        return found
+            if inner := part._filled(f"{prefix}[{at}]", makers):
+                exprs[at] = part._tuple(f"{prefix}[{at}]", inner)
+        return exprs
 
-    def _bound(self, own: str) -> dict[int, str]:
+    def _bound(self, prefix: str) -> dict[int, str]:
         """Expressions of arguments that binding fills in, by index."""
-        found = dict(self.late)
+        exprs = dict(self.late)
         for at, part in self.parts:
-            if inner := part._bound(f"{own}[{at}]"):
-                found[at] = part._tuple(f"{own}[{at}]", inner)
-        return found
+            if inner := part._bound(f"{prefix}[{at}]"):
+                exprs[at] = part._tuple(f"{prefix}[{at}]", inner)
+        return exprs
 
-    def _tuple(self, own: str, found: dict[int, str]) -> str:
-        return f"({', '.join(({n: f'{own}[{n}]' for n in range(len(self.values))} | found).values())},)"
+    def _tuple(self, prefix: str, exprs: dict[int, str]) -> str:
+        return f"({', '.join(({n: f'{prefix}[{n}]' for n in range(len(self.values))} | exprs).values())},)"
 
     def makers(self) -> list[Any]:
         """`Tiles` and `Maps`, in the order in which `filler` numbers them."""
-        return [made for _, _, made in self.tiles] + [made for _, part in self.parts for made in part.makers()]
+        return [maker for _, _, maker in self.tiles] + [maker for _, part in self.parts for maker in part.makers()]
 
 
 Filler: TypeAlias = Callable[[list[Any], list[Any], list[int | None], list[Any] | None], list[Any]]
@@ -138,28 +138,28 @@ Binder: TypeAlias = Callable[[list[Any], Tokens, list[int | None]], list[Any]]
 """(arguments, tokens, addresses of `Binding.kept`) -> bound arguments."""
 
 
-def _code(head: str, found: dict[int, str]) -> str:
-    return "\n    ".join([f"def {head}:", "x = v.copy()", *(f"x[{at}] = {text}" for at, text in found.items()), "return x"])
+def _code(head: str, exprs: dict[int, str]) -> str:
+    return "\n    ".join([f"def {head}:", "x = v.copy()", *(f"x[{at}] = {text}" for at, text in exprs.items()), "return x"])
 
 
 @functools.lru_cache(maxsize=1024)
 def _filler(text: str) -> Filler:
-    found: dict[str, Any] = {"described": _describe_tensor}
-    exec(text, found)  # generated here, from numbers alone
-    fill: Filler = found["fill"]
+    namespace: dict[str, Any] = {"described": _describe_tensor}
+    exec(text, namespace)  # generated here, from numbers alone
+    fill: Filler = namespace["fill"]
     return fill
 
 
 @functools.lru_cache(maxsize=1024)
 def _binder(text: str) -> Binder:
-    found: dict[str, Any] = {}
-    exec(text, found)  # generated here, from numbers and the expressions of `Count`s
-    bind: Binder = found["bind"]
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)  # generated here, from numbers and the expressions of `Count`s
+    bind: Binder = namespace["bind"]
     return bind
 
 
-def _describe_tensor(made: Any, address: int, tensor: Any) -> Any:
-    return made(_Place(address) if tensor is None else tensor, address)
+def _describe_tensor(maker: Any, address: int, tensor: Any) -> Any:
+    return maker(_Place(address) if tensor is None else tensor, address)
 
 
 def late_counts(values: Sequence[Any]) -> list[tuple[int, str]]:
@@ -193,8 +193,8 @@ class Maps:
     def __call__(self, base: Any, address: Any) -> Any:
         if len(self.known) >= _MAPS:
             self.known.clear()
-        found = self.known[address] = self._make(self._tiles(base, address), self._metadata)[0]
-        return found
+        descriptor = self.known[address] = self._make(self._tiles(base, address), self._metadata)[0]
+        return descriptor
 
     def bound(self, tokens: Tokens) -> Maps:
         """The cache for another number of tokens: this one, if the descriptors do not depend on it."""
@@ -202,12 +202,12 @@ class Maps:
             return self
         tiles = self._tiles.bound(tokens)
         shape = tuple(tiles.rest["shape"])
-        found = self._of_others.get(shape)
-        if found is None:
-            found = self._of_others[shape] = Maps(tiles, self._make, self._metadata)
+        maps = self._of_others.get(shape)
+        if maps is None:
+            maps = self._of_others[shape] = Maps(tiles, self._make, self._metadata)
             if len(self._of_others) > _SHAPES:
                 self._of_others.popitem(last=False)
-        return found
+        return maps
 
 
 _MAPS: Final = 256
@@ -217,16 +217,16 @@ _SHAPES: Final = 64
 class Template:
     """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with."""
 
-    __slots__ = ("_kept", "_results", "_sized", "_sources", "_ways", "launches", "made", "makers", "parts", "scratch")
+    __slots__ = ("_kept", "_results", "_sized", "_sources", "_ways", "launches", "makers", "news", "parts", "scratch")
 
     def __init__(
-        self, launches: list[Launch], made: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
+        self, launches: list[Launch], news: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
     ) -> None:
         self.launches = launches
-        self.made = made
-        self.parts = Parts.of(made[:results])
-        self.makers = [new.maker() for new in made[:results] if new.offset is None]
-        self.scratch = None if results is None else Scratch.of(made[results:])
+        self.news = news
+        self.parts = Parts.of(news[:results])
+        self.makers = [new.maker() for new in news[:results] if new.offset is None]
+        self.scratch = None if results is None else Scratch.of(news[results:])
         self._kept: Inputs = kept
         self._sources = sources
         self._results = results
@@ -241,24 +241,24 @@ class Template:
 
     def sized(self, tokens: Tokens) -> Sized:
         """Return what depends on the number of tokens, cached by it."""
-        found = self._sized.get(tokens)
-        if found is None:
-            found = self._sized[tokens] = Sized(self, tokens)
+        sized = self._sized.get(tokens)
+        if sized is None:
+            sized = self._sized[tokens] = Sized(self, tokens)
             if len(self._sized) > _SHAPES:
                 self._sized.popitem(last=False)
-        return found
+        return sized
 
     def returning(self, count: int, *, packed: bool) -> Template:
         """Return the template with only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share
         one scratch allocation."""
-        made = [new.packed if packed and n < count else new for n, new in enumerate(self.made)]
-        return self._with_ways(Template(self.launches, made, self._kept, self._sources, count))
+        news = [new.packed if packed and n < count else new for n, new in enumerate(self.news)]
+        return self._with_ways(Template(self.launches, news, self._kept, self._sources, count))
 
     def unbound(self) -> Template | None:
         """Return the template for any sequences; None if it reads a tensor for which it has no `Source`."""
         if None in self._sources:
             return None
-        return self._with_ways(Template(self.launches, self.made, (), self._sources, self._results))
+        return self._with_ways(Template(self.launches, self.news, (), self._sources, self._results))
 
     def anywhere(self) -> Template | None:
         """`unbound`; this template if it is that already."""
@@ -294,12 +294,12 @@ class _Way(NamedTuple):
 
     @staticmethod
     def of(launch: Launch) -> _Way:
-        run, given, between, _ = launch
-        makers = given.makers()
-        return _Way(run, given.filler(), given.binder(), given.values, makers, any(made.varies for made in makers), between)
+        run, arguments, between, _ = launch
+        makers = arguments.makers()
+        return _Way(run, arguments.filler(), arguments.binder(), arguments.values, makers, any(maker.varies for maker in makers), between)
 
     def find_makers(self, tokens: Tokens) -> list[Any]:
-        return [made.bound(tokens) for made in self.makers] if self.varies else self.makers
+        return [maker.bound(tokens) for maker in self.makers] if self.varies else self.makers
 
 
 class _Place(NamedTuple):
@@ -340,7 +340,7 @@ class Sized:
     @property
     def takes_places(self) -> bool:
         """Whether launches need only the addresses of tensors. They need the tensors where Triton's launcher makes descriptors."""
-        return all(isinstance(made, Maps) for makers in self.makers for made in makers)
+        return all(isinstance(maker, Maps) for makers in self.makers for maker in makers)
 
 
 class LaunchList:
@@ -371,8 +371,8 @@ class LaunchList:
     @property
     def scratch(self) -> tuple[int, list[int]]:
         """(bytes of the scratch memory, offset of each tensor in it)."""
-        found = self.sized.scratch
-        return (0, []) if found is None else (found[0].args[0][0], found[1])
+        scratch = self.sized.scratch
+        return (0, []) if scratch is None else (scratch[0].args[0][0], scratch[1])
 
     def returning(self, count: int, *, packed: bool) -> LaunchList:
         """See `Template.returning`."""
@@ -383,12 +383,12 @@ class LaunchList:
 
         `places`: addresses of the inputs, if the caller has them.
         """
-        made = [make() for make in self.sized.makes]
+        results = [make() for make in self.sized.makes]
         if self.sized.parts is not None:
-            made[:0] = self.sized.parts()
-        tensors: list[Any] = [*inputs, *made]
-        self.launch(tensor_addresses(tensors) if places is None else places + [t.data_ptr() for t in made], tensors)
-        return made
+            results[:0] = self.sized.parts()
+        tensors: list[Any] = [*inputs, *results]
+        self.launch(tensor_addresses(tensors) if places is None else places + [t.data_ptr() for t in results], tensors)
+        return results
 
     def of_whole(self) -> Callable[[list[int | None]], None] | None:
         """Return a function that launches for addresses of inputs and results, without the kernels that fill gaps; None if there are no
@@ -408,8 +408,8 @@ class LaunchList:
         `Sized.takes_places`."""
         if self.sized.scratch is not None:
             allocate, offsets = self.sized.scratch
-            whole = allocate()  # lives until all is launched
-            start = whole.data_ptr()
+            buffer = allocate()  # lives until all is launched
+            start = buffer.data_ptr()
             scratch = [start + offset for offset in offsets]
             addresses += scratch
             if tensors is not None:

@@ -78,29 +78,29 @@ class _Kernel:
             return
         self.launch_known(device, stream, programs, *[t.data_ptr() for t in tensors], *numbers)
 
-    def launch_known(self, device: int, stream: int, programs: int, *given: float) -> bool:
+    def launch_known(self, device: int, stream: int, programs: int, *arguments: float) -> bool:
         """Launch with addresses and numbers; False, with nothing done, if the kernel was not launched on the device before."""
         known = self._known.get(device)
         if known is None:
             return False
         run, head, are_packed, _ = known
         if are_packed:
-            run(programs, 1, 1, stream, *head, (*given, *self._constants))
+            run(programs, 1, 1, stream, *head, (*arguments, *self._constants))
         else:
-            run(programs, 1, 1, stream, *head, *given, *self._constants)
+            run(programs, 1, 1, stream, *head, *arguments, *self._constants)
         return True
 
-    def launch_first(self, device: int, programs: int, given: tuple[Any, ...]) -> None:
+    def launch_first(self, device: int, programs: int, arguments: tuple[Any, ...]) -> None:
         """Launch through Triton, which compiles the kernel, and remember its launcher."""
-        made: list[Any] = []
+        compiled_kernels: list[Any] = []
 
         def run() -> None:
-            made.append(self._function[(programs,)](*given, **COMPILE_OPTIONS, **self._options))
+            compiled_kernels.append(self._function[(programs,)](*arguments, **COMPILE_OPTIONS, **self._options))
 
         with self._turns:
-            launch_waiting([Waiting(self._function, given, self._options, run)])
-        if hasattr(made[0], "packed_metadata"):  # the interpreter compiles nothing
-            self._known[device] = _launcher(made[0])
+            launch_waiting([Waiting(self._function, arguments, self._options, run)])
+        if hasattr(compiled_kernels[0], "packed_metadata"):  # the interpreter compiles nothing
+            self._known[device] = _launcher(compiled_kernels[0])
 
 
 def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...], bool, Any]:
@@ -263,21 +263,21 @@ class Rows(NamedTuple):
         programs, of_stats = -(-rows // tile), at if stats is None else stats.data_ptr()
         places = (at, of_added, of_scale, of_shift, out.data_ptr(), of_stats)
         if not kernel.launch_known(self.device, self.stream, programs, *places, rows, which, float(eps)):
-            given = x, x if added is None else added, x if scale is None else scale, x if shift is None else shift
-            kernel.launch_first(self.device, programs, (*given, out, out if stats is None else stats, rows, which, float(eps)))
+            inputs = x, x if added is None else added, x if scale is None else scale, x if shift is None else shift
+            kernel.launch_first(self.device, programs, (*inputs, out, out if stats is None else stats, rows, which, float(eps)))
         return out
 
 
 class Sums:
     """See `foci.backends.row_kernels.Sums`."""
 
-    __slots__ = ("_backward", "_empty", "_given", "_partial", "_place", "_programs", "_rows")
+    __slots__ = ("_backward", "_empty", "_grad_out", "_partial", "_place", "_programs", "_rows")
 
-    def __init__(self, backward: Backward, place: Rows, given: Tensor) -> None:
-        self._backward, self._place, self._given = backward, place, given
-        self._rows = given.shape[0]
+    def __init__(self, backward: Backward, place: Rows, grad_out: Tensor) -> None:
+        self._backward, self._place, self._grad_out = backward, place, grad_out
+        self._rows = grad_out.shape[0]
         self._programs = [0, min(_LINES[1], -(-self._rows // _PART[0]))]
-        self._empty = allocator_on(given.device)
+        self._empty = allocator_on(grad_out.device)
         self._partial = self._empty((max(1, backward.size),), (1,), torch.float32)
 
     def is_left(self, name: Name, /) -> bool:
@@ -287,7 +287,7 @@ class Sums:
     def norm(self, name: Name, dy: Tensor, x: Tensor, scale: Tensor | None, stats: Tensor, which: int, added: Tensor | None, /) -> Tensor:
         """See `foci.backends.row_kernels.Sums`."""
         kernel, tile, first = self._backward.norms[name]
-        dx = self._empty((self._rows, x.shape[1]), (x.shape[1], 1), x.dtype) if dy is self._given else dy
+        dx = self._empty((self._rows, x.shape[1]), (x.shape[1], 1), x.dtype) if dy is self._grad_out else dy
         dy, added = _even(dy), None if added is None else _even(added)
         programs = self._programs[0] = min(_LINES[0], -(-self._rows // tile))
         tensors = (dy, x, x if scale is None else scale, stats, dy if added is None else added, dx, self._partial)
@@ -310,13 +310,13 @@ class Sums:
         backward = self._backward
         if not backward.sizes:
             return []
-        (ones, others), (programs, parts) = backward.slots, self._programs
-        out = self._empty(((ones + others) * _SLOT,), (1,), self._given.dtype)
-        blocks = (ones + others) * (_SLOT // 32)
-        numbers = (ones, programs, backward.start, others, parts)
+        (norm_slots, column_slots), (programs, parts) = backward.slots, self._programs
+        out = self._empty(((norm_slots + column_slots) * _SLOT,), (1,), self._grad_out.dtype)
+        blocks = (norm_slots + column_slots) * (_SLOT // 32)
+        numbers = (norm_slots, programs, backward.start, column_slots, parts)
         _finish(backward.dtype).launch(self._place.device, self._place.stream, blocks, (self._partial, out), numbers)
-        found = out.unsafe_split_with_sizes(backward.sizes)
-        return [(name, found[at]) for name, at in backward.parts]
+        sums = out.unsafe_split_with_sizes(backward.sizes)
+        return [(name, sums[at]) for name, at in backward.parts]
 
 
 class _RowKernels:

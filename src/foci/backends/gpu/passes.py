@@ -83,13 +83,13 @@ class PassBuilder:
 
     def schedule(self, kind: str) -> Schedule:
         """Schedule of a kernel. Under a block mask, tiles must divide its blocks."""
-        found = self.schedules.get(kind)
-        if found is None:
-            found = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, **self.read)
-            assert found is not None, "a plan is made only where a schedule exists"
-            found = fit_schedule(found, self.problem.formula.block_size)
-            self.schedules[kind] = found
-        return found
+        schedule = self.schedules.get(kind)
+        if schedule is None:
+            schedule = schedule_for(kind, self.plan.target.arch, self.dims, self.problem.dtype.itemsize, **self.read)
+            assert schedule is not None, "a plan is made only where a schedule exists"
+            schedule = fit_schedule(schedule, self.problem.formula.block_size)
+            self.schedules[kind] = schedule
+        return schedule
 
     def read_by_masks(self, operands: Operands) -> tuple[Tensor, ...]:
         """The tensors whose values decide which tiles are scheduled."""
@@ -146,9 +146,9 @@ class PassBuilder:
 
     def visits(self, call: Pass, schedule: Schedule, side: str) -> TileTable:
         """Build, or find in the cache, the tile table of a kernel."""
-        found = build_visits(self, call, schedule, side)
-        call.launches.keep(found.tensors, found.source)
-        return found
+        table = build_visits(self, call, schedule, side)
+        call.launches.keep(table.tensors, table.source)
+        return table
 
     def size(self, call: Pass, heads: int, tasks: int) -> Size:
         """Encoded sizes for a kernel with `heads` heads and `tasks` tasks of a head."""

@@ -97,8 +97,8 @@ class PortableForward:
 
     def rows_schedule(self, kind: str, query: Tensor, key: Tensor) -> Schedule:
         """Schedule of a split-KV kernel. A tile holds rows of a group of heads; a decode's holds all of them."""
-        found = self.builder.schedule(kind)
-        return found if kind == "split" else replace(found, tile_q=padded_dim(query.shape[1] // key.shape[1] * query.shape[2]))
+        schedule = self.builder.schedule(kind)
+        return schedule if kind == "split" else replace(schedule, tile_q=padded_dim(query.shape[1] // key.shape[1] * query.shape[2]))
 
     def group_visits(self, call: Pass, schedule: Schedule) -> TileTable:
         """One tile table for all queries of a group of heads."""
@@ -144,41 +144,42 @@ class PortableBackward:
         self.key_kind = "key_gradient_dropped" if formula.dropout else self.key_kind
 
     def build(
-        self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None
+        self, operands: Operands, bwd_args: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         """See `foci.backends.gpu.kernel.BackwardPass`."""
         grads = gradient_tensors(launches, operands, self.builder.wanted)
-        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, launches)
+        call = self.builder.begin(operands, {"out": bwd_args.out, "dout": bwd_args.dout, **grads}, sequences, launches)
         call = call if flow is None else replace(call, numbers=call.numbers._replace(**flow))
         learned = find_query_tile_bias(self.builder, operands) if self.builder.needs_capture_grads else None
         target = None if learned is None else like_tensor(launches, operands.captures[learned.slot])
-        rows = row_tensors(launches, operands, given.lse, 2)
+        rows = row_tensors(launches, operands, bwd_args.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         known: dict[int, Tensor] = {}
         if dq is not None and learned is not None and target is not None:
-            bias_gradient(self.builder, call, given, (rows[0], rows[1]), dq, learned, target)
+            bias_gradient(self.builder, call, bwd_args, (rows[0], rows[1]), dq, learned, target)
             known[learned.slot] = target
         elif dq is not None:
-            self._query_gradient(call, given, (rows[0], rows[1]), dq)
+            self._query_gradient(call, bwd_args, (rows[0], rows[1]), dq)
         else:
-            self._prepare(call, given, (rows[0], rows[1]))
+            self._prepare(call, bwd_args, (rows[0], rows[1]))
         for kind, pair in self._key_passes(dk, dv):
-            self._key_gradient(call, kind, (given.dout, rows[0], rows[1]), pair)
+            self._key_gradient(call, kind, (bwd_args.dout, rows[0], rows[1]), pair)
         if not self.builder.needs_capture_grads:
             return list(grads.values()), ()
-        return list(grads.values()), capture_gradients(self.builder, call, (given.dout, rows[0], rows[1]), given.dlse, known)
+        return list(grads.values()), capture_gradients(self.builder, call, (bwd_args.dout, rows[0], rows[1]), bwd_args.dlse, known)
 
-    def _prepare(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor]) -> None:
+    def _prepare(self, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor]) -> None:
         """Launch the row statistics. The dq kernel computes them itself, so this is for a backward without dq."""
         tile = 16 if self.builder.plan.target.arch == 0 else 128 if self.builder.dims[1] <= 128 else 32
         config = self.builder.config(call, Schedule(tile, tile, 4, 1), None)
-        batch, heads, _ = given.lse.shape
+        batch, heads, _ = bwd_args.lse.shape
         call.launches.add(
             prepare_rows, (batch * heads * ((call.rows + tile - 1) // tile),),
-            given.out, given.dout, given.lse, given.dlse, *rows, call.strides, self.builder.size(call, heads, 1), config, num_warps=4,
+            bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows,
+            call.strides, self.builder.size(call, heads, 1), config, num_warps=4,
         )  # fmt: skip
 
-    def _query_gradient(self, call: Pass, given: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+    def _query_gradient(self, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         schedule, operands = self.builder.schedule(self.query_kind), call.operands
         visits = self.builder.visits(call, schedule, "queries")
         config = self.builder.config(call, schedule, visits, is_bounded=self.builder.is_by_bounds, line=call.line)
@@ -186,7 +187,8 @@ class PortableBackward:
         heads = operands.query.shape[1]
         call.launches.add(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
-            operands.query, stream(operands.key), stream(operands.value), given.out, given.dout, given.lse, given.dlse, *rows, dq,
+            operands.query, stream(operands.key), stream(operands.value),
+            bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows, dq,
             call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,
             call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
         )  # fmt: skip

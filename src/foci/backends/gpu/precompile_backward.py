@@ -68,10 +68,10 @@ def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequen
         or not is_new()
     ):
         return
-    given = Given(results.out, results.lse, results.out, None)
+    bwd_args = Given(results.out, results.lse, results.out, None)
     # the backward pass raises the same error, where the caller expects it
     with suppress(Exception):
-        kernel.backward_pass.build(operands, given, sequences, PrecompileBuilder(), None)
+        kernel.backward_pass.build(operands, bwd_args, sequences, PrecompileBuilder(), None)
 
 
 def meta_sequences(operands: Operands) -> Sequences:

@@ -187,8 +187,8 @@ def shared_bytes(kind: str, schedule: Schedule, dims: tuple[int, int], itemsize:
 
 def schedule_rows(arch: int, kind: str, itemsize: int, width: int) -> tuple[Schedule, ...]:
     """Rows of the table for a kernel, best first; none for a width or dtype that it does not cover."""
-    found = SCHEDULES.get((arch, kind, itemsize, width))
-    return SCHEDULES.get((arch, LIKE.get(kind, kind), itemsize, width), ()) if found is None else found
+    rows = SCHEDULES.get((arch, kind, itemsize, width))
+    return SCHEDULES.get((arch, LIKE.get(kind, kind), itemsize, width), ()) if rows is None else rows
 
 
 def schedule_for(kind: str, arch: int, dims: tuple[int, int], itemsize: int, *, scratch: int = 0, vectors: int = 0) -> Schedule | None:

@@ -20,9 +20,9 @@ class Count(int):
     text: str
 
     def __new__(cls, value: int, text: str) -> Count:
-        made = super().__new__(cls, value)
-        made.text = text
-        return made
+        count = super().__new__(cls, value)
+        count.text = text
+        return count
 
     @property
     def of(self) -> Callable[[Tokens], int]:

@@ -172,22 +172,22 @@ def count_before(counts, works, work, is_earlier):
 
 
 @triton.jit
-def count_work(lengths, others, TILE: tl.constexpr, OTHER: tl.constexpr):
+def count_work(lengths, stream_lengths, TILE: tl.constexpr, OTHER: tl.constexpr):
     """(full-height tiles of each sequence, work of one, shorter tiles: 0 or 1, its work). A tile takes as much work as its blocks of 64
-    rows, plus one, for each OTHER of `others`. OTHER = 0: all tiles count as full-height, and work is the length."""
+    rows, plus one, for each OTHER of `stream_lengths`. OTHER = 0: all tiles count as full-height, and work is the length."""
     count = (lengths + TILE - 1) // TILE
     if OTHER == 0:
         return count, lengths, count * 0, count * 0
     else:
         parts = (lengths % TILE + 63) // 64
         short = ((parts > 0) & (parts < TILE // 64)).to(tl.int32)
-        steps = (others + OTHER - 1) // OTHER
+        steps = (stream_lengths + OTHER - 1) // OTHER
         return count - short, steps * (1 + TILE // 64), short, steps * (1 + parts)
 
 
 @triton.jit
 def assign_tasks(
-    tasks, lengths, others, places, sequences, total,
+    tasks, lengths, stream_lengths, places, sequences, total,
     TILE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Sort the tasks of a packed call by work, most first (`count_work`), and write their records: (sequence, tile, q_start, q_len,
@@ -206,7 +206,7 @@ def assign_tasks(
     q_count = tl.load(q_length + me, mask=me < n, other=0)
     kv_first = tl.load(kv_start + me, mask=me < n, other=0)
     kv_count = tl.load(kv_length + me, mask=me < n, other=0)
-    full_tiles, work, short, short_work = count_work(length, tl.load(others + me, mask=me < n, other=0), TILE, OTHER)
+    full_tiles, work, short, short_work = count_work(length, tl.load(stream_lengths + me, mask=me < n, other=0), TILE, OTHER)
     full_at = tl.zeros([BLOCK], tl.int32) + 1
     short_at = full_at
     used = 1
@@ -214,7 +214,7 @@ def assign_tasks(
         other = start + tl.arange(0, CHUNK)
         other_length = tl.load(lengths + other, mask=other < n, other=0)
         other_full, other_work, other_short, other_short_work = count_work(
-            other_length, tl.load(others + other, mask=other < n, other=0), TILE, OTHER
+            other_length, tl.load(stream_lengths + other, mask=other < n, other=0), TILE, OTHER
         )
         used += tl.sum(other_full + other_short, 0)
         is_earlier = other[None, :] < me[:, None]

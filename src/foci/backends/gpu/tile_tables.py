@@ -112,14 +112,14 @@ def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None
         return _sequences(offsets, stays=False)
     stream = current_stream(query) if free is None else free
     key = (stream, id(cu_q), version_of(cu_q)) if is_one else (stream, *[None if t is None else (id(t), version_of(t)) for t in offsets])
-    found = _sequence_cache.get(key)
-    if found is not None and (found[0][0]() is cu_q if is_one else all(ref() is t for ref, t in zip(found[0], read, strict=True))):
-        return found[1]
-    made = _sequences(offsets, stays=True)
-    _sequence_cache[key] = tuple(map(weakref.ref, read)), made
+    entry = _sequence_cache.get(key)
+    if entry is not None and (entry[0][0]() is cu_q if is_one else all(ref() is t for ref, t in zip(entry[0], read, strict=True))):
+        return entry[1]
+    sequences = _sequences(offsets, stays=True)
+    _sequence_cache[key] = tuple(map(weakref.ref, read)), sequences
     if len(_sequence_cache) > _SETS:
         _sequence_cache.popitem(last=False)
-    return made
+    return sequences
 
 
 def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
@@ -133,16 +133,16 @@ def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
 
 def _placed(ends: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Starts and lengths, int32, from cumulative lengths; lengths from `lengths` unless None."""
-    given = (ends.contiguous(), None if lengths is None else lengths.contiguous())
+    inputs = (ends.contiguous(), None if lengths is None else lengths.contiguous())
     count = ends.shape[0] - 1
     key = ("places", count, ends.dtype, None if lengths is None else lengths.dtype)
 
     def place(launches: LaunchBuilder) -> list[Tensor]:
         start, length = (launches.empty((count,), (1,), torch.int32, ends) for _ in range(2))
-        launches.add(place_sequences, (triton.cdiv(count, 256),), *given, start, length, encode(count), 256)
+        launches.add(place_sequences, (triton.cdiv(count, 256),), *inputs, start, length, encode(count), 256)
         return [start, length]
 
-    start, length = _repeated(key, given, (0, 0), place)
+    start, length = _repeated(key, inputs, (0, 0), place)
     return start, length
 
 
@@ -159,11 +159,11 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
     if known is not None:
         return known.run(inputs, places)
     launches = LaunchBuilder(inputs, stream)
-    made = way(launches)
+    outputs = way(launches)
     launches.finish(tokens)
     built = launches.built
     _template_cache.add(key, (), None if built is None else built.template)
-    return made
+    return outputs
 
 
 def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
@@ -198,13 +198,13 @@ def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str
         operands.floats, query.device, current_stream(query), *map(tensor_state, read), block_size, int(call.rows), int(call.columns),
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
-    found = call.sequences.visits.find(known)
-    if found is None and call.launches.is_ahead:
+    table = call.sequences.visits.find(known)
+    if table is None and call.launches.is_ahead:
         return _make(builder, call, schedule, side, None)
-    if found is None:
-        found = _make(builder, call, schedule, side, what)
-        after_launches(functools.partial(call.sequences.visits.add, known, read, found))
-    return found
+    if table is None:
+        table = _make(builder, call, schedule, side, what)
+        after_launches(functools.partial(call.sequences.visits.add, known, read, table))
+    return table
 
 
 _TOGETHER: Final = 1 << 22
@@ -263,11 +263,11 @@ def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known
         if known is not None and operands.cu_q is None:
             read = builder.read_by_masks(operands)
             after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
-    found = _list(call, tasks, grid, classes, visits, launches)
+    table = _list(call, tasks, grid, classes, visits, launches)
     if launches is not call.launches:
         launches.finish((call.rows, call.columns))
     built = None if builder.mask_slots or tasks.source is None else launches.built
-    return found if built is None else replace(found, source=functools.partial(_listed, tasks, built.template))
+    return table if built is None else replace(table, source=functools.partial(_listed, tasks, built.template))
 
 
 def _listed(tasks: _Tasks, template: Template, sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:
@@ -314,17 +314,17 @@ def _assigned(
     if table is not None:
         return table
     lengths = (sequences.q_length, sequences.kv_length)
-    length, others = lengths if is_by_query else lengths[::-1]
+    length, stream_length = lengths if is_by_query else lengths[::-1]
     assert length is not None
 
     def assign(launches: LaunchBuilder) -> list[Tensor]:
         rows = Count(count, "t[0]")
-        made = launches.empty((rows, record), (record, 1), torch.int32, length)
+        tasks = launches.empty((rows, record), (record, 1), torch.int32, length)
         sizes = (encode(length.shape[0]), encode(rows))
         launches.add(
-            assign_tasks, (triton.cdiv(length.shape[0], 32),), made, length, others, sequences.tensors, *sizes, tile, other, 32, 128
+            assign_tasks, (triton.cdiv(length.shape[0], 32),), tasks, length, stream_length, sequences.tensors, *sizes, tile, other, 32, 128
         )
-        return [made]
+        return [tasks]
 
     record: int = RECORD.value
     if launches is not None and launches.is_ahead:
@@ -365,13 +365,13 @@ def _classify(builder: PassBuilder, call: Pass, schedule: Schedule, tasks: _Task
     area = grid.lines * grid.columns
     strides = (tasks.heads * area, area, grid.columns, 1)
     classes = launches.empty((tasks.batch, tasks.heads, grid.lines, grid.columns), strides, torch.int8, call.operands.query)
-    given = (0, 0, 1, 1, 1)
+    block_layout = (0, 0, 1, 1, 1)
     if blocks is not None and size is not None:
         blocks = blocks.contiguous()
         launches.forget()
         b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
-        given = (b_stride, h_stride, blocks.shape[3], size[0] // grid.grain[0], size[1] // grid.grain[1])
-    shape = tuple(map(encode, (tasks.heads, grid.lines, grid.columns, *given)))
+        block_layout = (b_stride, h_stride, blocks.shape[3], size[0] // grid.grain[0], size[1] // grid.grain[1])
+    shape = tuple(map(encode, (tasks.heads, grid.lines, grid.columns, *block_layout)))
     is_packed = call.operands.cu_q is not None
     if classes.numel():
         launches.add(

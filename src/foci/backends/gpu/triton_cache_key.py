@@ -15,9 +15,9 @@ from triton.runtime.jit import JITCallable, JITFunction
 __all__ = ["fill_cache_keys"]
 
 
-def fill_cache_keys(given: Iterable[Any]) -> None:
+def fill_cache_keys(arguments: Iterable[Any]) -> None:
     """Compute Triton's cache keys of the functions among some arguments, callees first."""
-    for each in given:
+    for each in arguments:
         if isinstance(each, JITFunction):
             _settle(each, set())
 
@@ -33,6 +33,6 @@ def _settle(function: JITCallable, begun: set[int]) -> None:
 
 def _called(function: JITCallable) -> Iterator[JITCallable]:
     for name in function.fn.__code__.co_names:
-        found = function.__globals__.get(name)
-        if isinstance(found, JITCallable):
-            yield found
+        callee = function.__globals__.get(name)
+        if isinstance(callee, JITCallable):
+            yield callee

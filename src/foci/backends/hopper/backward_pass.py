@@ -152,25 +152,25 @@ class HopperBackward:
         return self.is_prefix
 
     def build(
-        self, operands: Operands, given: Given, sequences: Sequences, launches: LaunchBuilder, flow: Any = None
+        self, operands: Operands, bwd_args: Given, sequences: Sequences, launches: LaunchBuilder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         """See `foci.backends.gpu.kernel.BackwardPass`."""
         p, query, key, value = self.problem, operands.query, operands.key, operands.value
         if not (query.numel() and key.numel() and value.numel()) or (
             self.builder.needs_capture_grads and find_query_tile_bias(self.builder, operands)
         ):
-            return self.portable.build(operands, given, sequences, launches, flow)
+            return self.portable.build(operands, bwd_args, sequences, launches, flow)
         if p.formula.dropout and (self.fused is None or not all(self.builder.wanted)):
             # only the fused kernel supports dropout
-            return self.portable.build(operands, given, sequences, launches, flow)
-        tensors = (query, key, value, given.dout)
+            return self.portable.build(operands, bwd_args, sequences, launches, flow)
+        tensors = (query, key, value, bwd_args.dout)
         if not all(map(takes_descriptor, tensors)):
             launches.forget()
         query, key, value, dout = (t if takes_descriptor(t) else t.contiguous() for t in tensors)
-        given = given._replace(dout=dout)
+        bwd_args = bwd_args._replace(dout=dout)
         grads = gradient_tensors(launches, replace(operands, query=query, key=key, value=value), self.builder.wanted)
-        call = self.builder.begin(operands, {"out": given.out, "dout": given.dout, **grads}, sequences, launches)
-        lse2, delta = row_tensors(launches, operands, given.lse, 2)
+        call = self.builder.begin(operands, {"out": bwd_args.out, "dout": bwd_args.dout, **grads}, sequences, launches)
+        lse2, delta = row_tensors(launches, operands, bwd_args.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         wants_all = dq is not None and dk is not None and dv is not None
         scratch = self._allocate_ds_scratch(call, query, self.ds_tiles) if wants_all and self.ds_tiles is not None else None
@@ -180,7 +180,7 @@ class HopperBackward:
             if wants_all and scratch is None and short_q is None and self.fused is not None
             else None
         )
-        lines = self._launch_preprocess(call, given, (lse2, delta), (dq, dk, dv), sums)
+        lines = self._launch_preprocess(call, bwd_args, (lse2, delta), (dq, dk, dv), sums)
         widths = dict(zip((p.head_dim, p.value_dim), self.widths, strict=True))
         streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths)
         if sums is not None:
@@ -193,10 +193,10 @@ class HopperBackward:
             self._launch_dq_and_dk_dv(call, streams, (lse2, delta), (dq, dk, dv))
         if not any(p.capture_grads):
             return list(grads.values()), ()
-        return list(grads.values()), capture_gradients(self.builder, call, (given.dout, lse2, delta), given.dlse)
+        return list(grads.values()), capture_gradients(self.builder, call, (bwd_args.dout, lse2, delta), bwd_args.dlse)
 
     def _launch_preprocess(
-        self, call: Pass, given: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None
+        self, call: Pass, bwd_args: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None
     ) -> tuple[Tensor, Tensor, int]:
         """Launch row statistics and zeroing. Returns `_Streams.lines`."""
         operands, (batch, heads, _), length = call.operands, row_values[0].shape, call.rows
@@ -210,7 +210,7 @@ class HopperBackward:
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.launches.add(
             begin_gradients, (batch * heads * visits.tasks, 128 // tile),
-            given.out, given.dout, given.lse, given.dlse, row_values, padded_rows,
+            bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, row_values, padded_rows,
             keep, turns, encode(count), grads, call.strides, self.builder.size(call, heads, visits.tasks),
             encode(operands.key.shape[1]), visits.spans, encode(pitch),
             self.builder.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,

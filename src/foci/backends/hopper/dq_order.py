@@ -25,16 +25,16 @@ def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
             at = start + tl.arange(0, CHUNK)
             tl.store(line + at, ((at >= first) & (at < behind)).to(tl.int32), mask=at < width - 1)
     else:
-        whole = tl.load(counts)
-        count = whole + tl.load(counts + 1)
+        full_count = tl.load(counts)
+        count = full_count + tl.load(counts + 1)
         entries = table.lists + row * width
-        last = tl.load(entries + whole - 1, mask=whole > 0, other=-1)
+        last = tl.load(entries + full_count - 1, mask=full_count > 0, other=-1)
         ending = 0
         for start in range(0, count, CHUNK):
             at = start + tl.arange(0, CHUNK)
             tile = tl.load(entries + at, mask=at < count, other=-1)
             tl.store(line + tile, tl.full([CHUNK], 1, tl.int32), mask=at < count)
-            ending += tl.sum(((at >= whole) & (tile > last)).to(tl.int32), 0)
+            ending += tl.sum(((at >= full_count) & (tile > last)).to(tl.int32), 0)
         tl.store(line + width - 1, ending)
 
 

@@ -63,12 +63,12 @@ def words_by_key():
 def words_layout(columns):
     """Layout of the words [64, 4] that belong to the rows of a product."""
     more = [[0, 1 << n, 0, 0] for n in range(columns.bit_length() - 4)]
-    whole = gl.DistributedLinearLayout(
+    full_layout = gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [8, 0, 0, 0], *more],
         [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, columns // 8, 4, 2],
     )  # fmt: skip
-    return gl.SliceLayout(1, gl.SliceLayout(3, whole))
+    return gl.SliceLayout(1, gl.SliceLayout(3, full_layout))
 
 
 @gluon.jit

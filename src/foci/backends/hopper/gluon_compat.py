@@ -48,8 +48,8 @@ class _SharedConsumers:
     def call_JitFunction(self, function, args, kwargs, caller_context=None):
         if function is self._consume:
             caller_context = caller_context or CallerContext(num_warps=4)
-            me, *others = args
-            args = (self._semantic.to_tensor(me), *others)
+            me, *consumer_args = args
+            args = (self._semantic.to_tensor(me), *consumer_args)
         return self._reader.call_JitFunction(function, args, kwargs, caller_context=caller_context)
 
 

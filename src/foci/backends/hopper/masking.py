@@ -174,8 +174,8 @@ def _bits_up_to(limit, word):
 
 
 @gluon.constexpr_function
-def _operands(n, others):
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (n * others))
+def _operands(n, registers):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (n * registers))
 
 
 @gluon.jit

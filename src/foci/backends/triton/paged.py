@@ -102,13 +102,13 @@ class PagedKernel(Kernel):
 
     def _schedule(self, operands: Operands) -> Schedule:
         """Schedule of a decode, with tiles no longer than a page if pages are long enough: a tile within one page needs one look-up."""
-        found, page = self.builder.schedule("decode"), operands.key.shape[2]
-        tile = found.tile_kv
+        schedule, page = self.builder.schedule("decode"), operands.key.shape[2]
+        tile = schedule.tile_kv
         if page >= 32 and page & (page - 1) == 0:
             tile = min(tile, page)
         is_one = page % tile == 0
         rows = padded_dim(operands.query.shape[1] // operands.key.shape[1] * operands.query.shape[2])
-        return Schedule(rows, tile, found.warps, found.stages, found.descriptors and is_one)
+        return Schedule(rows, tile, schedule.warps, schedule.stages, schedule.descriptors and is_one)
 
 
 def _collect_pages(operands: Operands) -> tuple[Tensor, Tensor]:

@@ -56,17 +56,17 @@ def list_candidates(kind: str, plan: Plan) -> tuple[Schedule, ...]:
     p, arch = plan.problem, plan.target.arch
     dims, itemsize = (padded_dim(p.head_dim), padded_dim(p.value_dim)), p.dtype.itemsize
     read = {"scratch": scratch_bytes(p), "vectors": vector_bytes(p.variant)}
-    own = schedule_for(kind, arch, dims, itemsize, **read)
-    if own is None or arch == 0:
-        return () if own is None else (fit_schedule(own, p.formula.block_size),)
+    default = schedule_for(kind, arch, dims, itemsize, **read)
+    if default is None or arch == 0:
+        return () if default is None else (fit_schedule(default, p.formula.block_size),)
     names = (kind, LIKE.get(kind, kind))
     rows_of = (find(arch).schedules_of, itemsize)
     rows = [row for (one, name, size, _), row in SCHEDULES.items() if (one, size) == rows_of and name in names]
-    seeds = [own, *(replace(s, turned=own.turned) for row in rows for s in row)]
+    seeds = [default, *(replace(s, turned=default.turned) for row in rows for s in row)]
     near = [replace(s, warps=w, stages=n) for s in seeds for n in (s.stages, s.stages - 1, s.stages + 1) for w in (s.warps, 12 - s.warps)]
     limit = find(arch).shared_bytes
     fits = [s for s in near if 1 <= s.stages <= 4 and shared_bytes(kind, s, dims, itemsize, **read) <= limit]
-    return tuple(dict.fromkeys(fit_schedule(s, p.formula.block_size) for s in (own, *fits)))[:_MOST]
+    return tuple(dict.fromkeys(fit_schedule(s, p.formula.block_size) for s in (default, *fits)))[:_MOST]
 
 
 def tuning_key(plan: Plan, device: str) -> str:
@@ -90,11 +90,11 @@ class Store:
     def read(self, key: str) -> dict[str, Schedule]:
         """Schedules by kernel."""
         path = self._path(key)
-        found = None if path is None else disk.read_private(path)
-        if found is None:
+        data = None if path is None else disk.read_private(path)
+        if data is None:
             return {}
         try:
-            content = json.loads(found)
+            content = json.loads(data)
             return {kind: _schedule(values) for kind, values in content["schedules"].items()} if content["key"] == key else {}
         except (ValueError, TypeError, KeyError, AttributeError):
             return {}
@@ -113,11 +113,11 @@ class Store:
 
 
 def _schedule(values: dict[str, Any]) -> Schedule:
-    found = Schedule(**values)
+    schedule = Schedule(**values)
     for field in fields(Schedule):
-        if type(getattr(found, field.name)) is not (bool if field.type == "bool" else int):
-            raise TypeError(f"{field.name} is {getattr(found, field.name)!r}")
-    return found
+        if type(getattr(schedule, field.name)) is not (bool if field.type == "bool" else int):
+            raise TypeError(f"{field.name} is {getattr(schedule, field.name)!r}")
+    return schedule
 
 
 Timer = Callable[[Callable[[], object]], float]
@@ -174,9 +174,9 @@ class TunedKernel(Kernel):
         """See `foci.backends.contract.Kernel`. What the chosen kernel has launched was settled then."""
         return self.kernel.launch_forward(program, tensors, optional)
 
-    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given, /) -> list[Tensor] | None:
+    def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
-        return self.kernel.launch_backward(program, tensors, optional, given)
+        return self.kernel.launch_backward(program, tensors, optional, bwd_args)
 
     def _begin(self, operands: Operands) -> None:
         """Read the stored choices."""
@@ -205,9 +205,9 @@ class TunedKernel(Kernel):
 
     def _fastest(self, kind: str, repeat: _Repeat) -> Schedule:
         """The candidate with which the entire pass is fastest; the first of equals."""
-        others = {k: s for k, s in self.kernel.schedules.items() if k != kind}
+        other_schedules = {k: s for k, s in self.kernel.schedules.items() if k != kind}
 
         def seconds(schedule: Schedule) -> float:
-            return self.time(repeat(self._with(others | {kind: schedule})))
+            return self.time(repeat(self._with(other_schedules | {kind: schedule})))
 
         return min(list_candidates(kind, self.plan), key=seconds)
