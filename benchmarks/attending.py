@@ -130,8 +130,8 @@ def _flex(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _fa4(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    def first(made: Any) -> Tensor:
-        return made[0] if isinstance(made, tuple) else made
+    def first(result: Any) -> Tensor:
+        return result[0] if isinstance(result, tuple) else result
 
     if kind == "varlen":
         offsets = document_offsets(q.shape[0], q.device)

@@ -23,13 +23,13 @@ def _as_line(row: dict) -> dict:
     if "row" not in row:
         return row
     shape = ",".join(map(str, row["shape"]))
-    found = row | {"case": row["row"], "sizes": shape, "dtype": "bfloat16"}
-    return found | {"backward_ms": None} if row["row"].startswith("decode") else found
+    line = row | {"case": row["row"], "sizes": shape, "dtype": "bfloat16"}
+    return line | {"backward_ms": None} if row["row"].startswith("decode") else line
 
 
 def _with_fastest(rows: list[dict]) -> list[dict]:
     """One side for foci where its backends were measured apart: the planner's, else the one that takes the least time forward."""
-    own = ("foci", "hopper", "triton")
+    ours = ("foci", "hopper", "triton")
     best: dict[tuple[str, str], dict] = {}
 
     def rank(row: dict) -> tuple[bool, float]:
@@ -37,10 +37,10 @@ def _with_fastest(rows: list[dict]) -> list[dict]:
 
     for row in rows:
         key = (row["case"], row["sizes"])
-        if row["who"] in own and (key not in best or rank(row) < rank(best[key])):
+        if row["who"] in ours and (key not in best or rank(row) < rank(best[key])):
             best[key] = row
     return [row | {"who": "foci", "backend": row.get("backend", row["who"])} for row in best.values()] + [
-        r for r in rows if r["who"] not in own
+        r for r in rows if r["who"] not in ours
     ]
 
 
@@ -52,13 +52,13 @@ def main() -> None:
     names = {field.name for field in fields(Line)}
     rows = [json.loads(line) for source in chosen.sources for line in source.read_text().splitlines()]
     commit = statistics.mode(str(row.get("commit", "unknown")) for row in rows)
-    found = [_as_line(row) for row in rows if str(row.get("commit", "unknown")) == commit]
+    line_rows = [_as_line(row) for row in rows if str(row.get("commit", "unknown")) == commit]
     last: dict[tuple[str, ...], dict] = {}
-    for row in found:
+    for row in line_rows:
         key = (row["case"], row["sizes"], row["dtype"], row["who"])
         last[key] = last.get(key, {}) | row
     lines = [Line(**{name: value for name, value in row.items() if name in names}) for row in _with_fastest(list(last.values()))]
-    about = found[-1]
+    about = line_rows[-1]
     versions = ", ".join(f"{package} {about[package]}" for package in ("torch", "triton") if package in about)
     dtypes = ", ".join(dict.fromkeys(line.dtype for line in lines))
     draw(lines, chosen.picture, f"{about['device']}, {versions}, {dtypes}, commit {commit}, {about['date']}")

@@ -41,7 +41,7 @@ CASES: dict[str, Callable[[int], foci.Mask]] = {
 LENGTHS = (16384, 131072)
 
 
-def made(name: str, length: int) -> dict[str, object]:
+def measure_case(name: str, length: int) -> dict[str, object]:
     """One case, made once in this process after a tiny one that loads what is loaded lazily."""
     torch.set_num_threads(1)
     create_block_mask(CASES[name](4096), None, None, 4096, 4096, device="cpu", BLOCK_SIZE=BLOCK)
@@ -69,7 +69,7 @@ def made(name: str, length: int) -> dict[str, object]:
 def main() -> int:
     """All cases, or the one named on the command line; 1 when a limit is broken."""
     if len(sys.argv) == 3:
-        result = made(sys.argv[1], int(sys.argv[2]))
+        result = measure_case(sys.argv[1], int(sys.argv[2]))
         print(json.dumps(result), flush=True)
         return 0 if result["within_limits"] else 1
     codes = [

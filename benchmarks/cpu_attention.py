@@ -329,8 +329,8 @@ def start() -> Iterator[dict[str, object]]:
         ][1:]  # the first compiles
     for case in runs[0]:
         times = [run[case] for run in runs]
-        found = {"ms": round(statistics.median(times), 2), "least_ms": round(min(times), 2)}
-        yield {"case": case, "dtype": "float32", "direction": "forward", **found, **machine()}
+        times_ms = {"ms": round(statistics.median(times), 2), "least_ms": round(min(times), 2)}
+        yield {"case": case, "dtype": "float32", "direction": "forward", **times_ms, **machine()}
 
 
 # Reports ---------------------------------------------------------------------------------------------------------------
@@ -353,9 +353,9 @@ def results(source: Path) -> tuple[list[dict[str, object]], str]:
 
 def rows_of(lines: list[dict[str, object]]) -> Iterator[str]:
     """The table of ratios: forward and backward of a case in one row, those below their target in bold."""
-    found = {(line["case"], line["dtype"], line["peer"].removeprefix("own plain backward"), line["direction"]): line for line in lines}
-    for (case, dtype, peer, direction), line in found.items():
-        back = found.get((case, dtype, peer, "backward")) or found.get((case, dtype, "", "backward"))
+    by_case = {(line["case"], line["dtype"], line["peer"].removeprefix("own plain backward"), line["direction"]): line for line in lines}
+    for (case, dtype, peer, direction), line in by_case.items():
+        back = by_case.get((case, dtype, peer, "backward")) or by_case.get((case, dtype, "", "backward"))
         if direction == "forward":
             yield f"| {case}, against {peer} | {dtype} | {_cells(line)} | {_cells(back) if back else ' | '} |"
 

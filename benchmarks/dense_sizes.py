@@ -26,8 +26,8 @@ SIDES = ("foci", "cudnn")
 
 def _of(dim: int, *sizes: tuple[int, int, int], kv_heads: int = 0, value_dim: int = 0) -> tuple[Row, ...]:
     """Of (batch, heads, length), without a mask and under the causal one."""
-    found = [Row("dense", (*size, dim), kv_heads=kv_heads, value_dim=value_dim) for size in sizes]
-    return tuple(replace(row, causal=causal) for row in found for causal in (False, True))
+    rows = [Row("dense", (*size, dim), kv_heads=kv_heads, value_dim=value_dim) for size in sizes]
+    return tuple(replace(row, causal=causal) for row in rows for causal in (False, True))
 
 
 SIZES = (

@@ -39,8 +39,8 @@ def forward_rows(self: PackedCall, rows: Tensor, layout: RowLayout) -> tuple[Ten
     return out.flatten(1), lse
 
 
-def backward_rows(self: PackedCall, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, layout: RowLayout) -> Tensor:
-    out, lse = found
+def backward_rows(self: PackedCall, rows: Tensor, outputs: tuple[Tensor, Tensor], gradient: Tensor, layout: RowLayout) -> Tensor:
+    out, lse = outputs
     return _side_by_side(self.backward(layout.split(rows), (layout.of_queries(out), lse), layout.of_queries(gradient)))
 
 
@@ -72,17 +72,17 @@ def main() -> None:
     for _ in range(20):
         offsets = torch.cat([lengths.new_zeros(1), lengths[torch.randperm(32)].cumsum(0)])
         packings.append(foci.nn.Packing(offsets.cuda(), LONGEST, (32, LONGEST)))
-    given = itertools.cycle(packings)
+    packing_cycle = itertools.cycle(packings)
     tokens = torch.randn(int(lengths.sum()), WIDTH, device="cuda", dtype=torch.bfloat16)
     weights = torch.randn_like(tokens)
 
     def infer() -> None:
         with torch.inference_mode():
-            model(tokens, src_key_padding_mask=next(given))
+            model(tokens, src_key_padding_mask=next(packing_cycle))
 
     def train() -> None:
         model.zero_grad(set_to_none=True)
-        (model(tokens, src_key_padding_mask=next(given)) * weights).sum().backward()
+        (model(tokens, src_key_padding_mask=next(packing_cycle)) * weights).sum().backward()
 
     rows: list[dict[str, object]] = []
     for mode, step in (("training", train), ("inference", infer)):
@@ -104,8 +104,8 @@ def main() -> None:
 
 def table() -> str:
     """A row for each variant: milliseconds, and how many times as long as with every part."""
-    found = {(row["mode"], row["variant"]): row for row in results(RESULT)}
-    cells = [[found[mode, name][what] for mode in ("training", "inference") for what in ("ms", "ratio")] for name in VARIANTS]
+    by_variant = {(row["mode"], row["variant"]): row for row in results(RESULT)}
+    cells = [[by_variant[mode, name][what] for mode in ("training", "inference") for what in ("ms", "ratio")] for name in VARIANTS]
     head = ["", "training step, ms", "times", "inference, ms", "times"]
     return markdown(head, [[name, *row] for name, row in zip(VARIANTS, cells, strict=True)])
 

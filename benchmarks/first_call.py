@@ -35,7 +35,7 @@ def make(kind: str, length: int, device: str, *, needs_grad: bool) -> list[torch
 def measure(implementation: str, kind: str, device: str) -> dict[str, Any]:
     """Seconds of one kind of problem; `new_length_s` is the slowest of three lengths seen first."""
     needs_grad = kind != "decode"
-    first, others = (2048, (1000, 3001, 4096)) if device == "cuda" else (200, (77, 256, 300))
+    first, later_lengths = (2048, (1000, 3001, 4096)) if device == "cuda" else (200, (77, 256, 300))
     tensors = make(kind, first, device, needs_grad=needs_grad)
     row: dict[str, Any] = {"kind": kind}
     row["forward_s"], out = seconds(lambda: attend(implementation, kind, *tensors), device)
@@ -48,7 +48,7 @@ def measure(implementation: str, kind: str, device: str) -> dict[str, Any]:
         if needs_grad:
             result.backward(torch.empty_like(result))
 
-    lengths = [make(kind, length, device, needs_grad=needs_grad) for length in others]
+    lengths = [make(kind, length, device, needs_grad=needs_grad) for length in later_lengths]
     row["new_length_s"] = max(seconds(lambda inputs=inputs: step(inputs), device)[0] for inputs in lengths)
     row["known_s"] = statistics.median(seconds(lambda: step(tensors), device)[0] for _ in range(5))
     return row

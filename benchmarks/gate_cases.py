@@ -151,15 +151,15 @@ def cases(device: str) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def prepare(device: str, words: list[str]) -> dict[str, Case | str]:
     """The chosen cases, each measured once for its kernels to be compiled; an error's text for those that this commit does not run."""
-    found: dict[str, Case | str] = {}
+    prepared_cases: dict[str, Case | str] = {}
     for name, make in cases(device):
         if any(word in name for word in words):
             try:
-                found[name] = make()
-                found[name]()
+                prepared_cases[name] = make()
+                prepared_cases[name]()
             except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found
+                prepared_cases[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return prepared_cases
 
 
 def main() -> None:

@@ -156,8 +156,8 @@ def inputs(row: Row, *, grad: bool = False) -> tuple[list[Tensor], Tensor]:
     rows = 1 if row.name.startswith("decode") else s
     dv = row.value_dim or d
     shapes = ((h, rows, d), (kv, s, d), (kv, s, dv), (h, rows, dv))
-    made = [torch.randn(b, *shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
-    return [t.requires_grad_(grad) for t in made[:3]], made[3]
+    tensors = [torch.randn(b, *shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
+    return [t.requires_grad_(grad) for t in tensors[:3]], tensors[3]
 
 
 PAGE = 256
@@ -272,8 +272,8 @@ def _flash_attention_4(row: Row, tensors: list[Tensor], dout: Tensor) -> tuple[C
     packed = [t.detach().transpose(-3, -2).contiguous().requires_grad_() for t in tensors]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = function(q, k, v, **options)
-        return found[0] if isinstance(found, tuple) else found
+        result = function(q, k, v, **options)
+        return result[0] if isinstance(result, tuple) else result
 
     return _timed_pair(run, packed, dout.transpose(-3, -2).contiguous())
 
@@ -336,13 +336,13 @@ def ready(row: Row, name: str) -> Ready | None:
 def measure(row: Row, names: Sequence[str], *, only_compile: bool, lock: str = "") -> dict[str, dict[str, Any]]:
     """Lines of a row, by who: TFLOP/s and milliseconds of forward and backward."""
     with held(lock, fcntl.LOCK_SH):
-        found = {name: side for name in names if (side := ready(row, name)) is not None}
+        sides = {name: side for name in names if (side := ready(row, name)) is not None}
     if only_compile:
         return {}
     with held(lock, fcntl.LOCK_EX):
-        forward = in_turns({name: side.passes[0] for name, side in found.items()})
-        backward = in_turns({name: side.passes[1] for name, side in found.items() if len(side.passes) > 1})
-    return {name: line(row, name, forward[name], backward.get(name), side.peak_mb) for name, side in found.items()}
+        forward = in_turns({name: side.passes[0] for name, side in sides.items()})
+        backward = in_turns({name: side.passes[1] for name, side in sides.items() if len(side.passes) > 1})
+    return {name: line(row, name, forward[name], backward.get(name), side.peak_mb) for name, side in sides.items()}
 
 
 def line(row: Row, name: str, forward_ms: float, backward_ms: float | None, peak_mb: float) -> dict[str, Any]:
@@ -374,14 +374,14 @@ def main() -> None:
     out = Path(os.environ["OUT"]) / "gpu_attention.jsonl" if "OUT" in os.environ else None
     for number, row in todo[part::parts]:
         names = (*options.backends.split(","), *(() if options.no_peers else row.peers))
-        found = measure(row, names, only_compile=bool(options.compile), lock=options.lock)
+        lines = measure(row, names, only_compile=bool(options.compile), lock=options.lock)
         if out is not None:
             with out.open("a") as file:
-                file.writelines(json.dumps({"number": number} | each | machine) + "\n" for each in found.values())
+                file.writelines(json.dumps({"number": number} | each | machine) + "\n" for each in lines.values())
         b, h, s, d = row.shape
         shown = "  ".join(
             f"{n} {m['forward_tbs']:.2f} TB/s" if "forward_tbs" in m else f"{n} {m['forward_tflops']:.0f}/{m['backward_tflops']:.0f}"
-            for n, m in found.items()
+            for n, m in lines.items()
         )
         if not options.compile:
             print(f"{row.name:15s} {b},{h},{s},{d:<4d} {shown}", flush=True)

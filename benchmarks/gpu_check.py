@@ -66,8 +66,8 @@ def tensor(case: Case, generator: torch.Generator, heads: int, length: int, dim:
     """Random values in the case's memory layout."""
     b = case.batch
     shape = {"bhsd": (b, heads, length, dim), "bshd": (b, length, heads, dim), "odd": (b, heads, length, 2 * dim)}[case.memory]
-    made = torch.randn(shape, generator=generator).to(case.dtype).to(DEVICE)
-    return {"bhsd": made, "bshd": made.transpose(1, 2), "odd": made[..., ::2]}[case.memory]
+    values = torch.randn(shape, generator=generator).to(case.dtype).to(DEVICE)
+    return {"bhsd": values, "bshd": values.transpose(1, 2), "odd": values[..., ::2]}[case.memory]
 
 
 def operands_of(case: Case, generator: torch.Generator) -> tuple[Formula, Operands]:
@@ -125,7 +125,7 @@ def run(case: Case) -> bool:
         (reference.build(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target)), wide, torch.float64),
         (reference.build(Plan("reference", problem, target)), operands, case.dtype),
     )
-    started, found, cotangents = time.time(), [], None
+    started, runs, cotangents = time.time(), [], None
     for kernel, these, dtype in kernels:
         results = kernel.forward(these)
         if cotangents is None:
@@ -135,29 +135,29 @@ def run(case: Case) -> bool:
             )
         grads = kernel.backward(these, results, Cotangents(cotangents[0].to(dtype), lse=cotangents[1].to(results.lse.dtype)))
         named = {"out": results.out, "lse": results.lse, "max": results.row_max, "dq": grads.query, "dk": grads.key, "dv": grads.value}
-        found.append(
+        runs.append(
             {n: t for n, t in named.items() if t is not None} | {f"dc{i}": t for i, t in enumerate(grads.captures) if t is not None}
         )
         if kernel is kernels[0][0]:
             if DEVICE.type == "cpu":
                 continue  # the interpreter has one thread: programs run in the same order again
-            first = found[0]
+            first = runs[0]
             again_results = kernel.forward(these)
             again = kernel.backward(these, again_results, Cotangents(cotangents[0], lse=cotangents[1]))
             same = torch.equal(again_results.out, first["out"]) and all(
                 torch.equal(a, first[n]) for n, a in (("dq", again.query), ("dk", again.key), ("dv", again.value))
             )
             assert same, "not bitwise repeatable"
-    return report(case, found, time.time() - started)
+    return report(case, runs, time.time() - started)
 
 
-def report(case: Case, found: list[dict[str, Tensor]], seconds: float) -> bool:
+def report(case: Case, runs: list[dict[str, Tensor]], seconds: float) -> bool:
     """Prints a case's errors; whether all are within budget."""
     out_factor, dq_factor, dkv_factor, floor = BUDGET[case.dtype]
     factors = {"out": out_factor, "lse": 10.0, "max": 10.0, "dq": dq_factor}
     parts, is_good = [], True
-    for name, ours in found[0].items():
-        exact, plain = found[1][name].double(), found[2][name].double()
+    for name, ours in runs[0].items():
+        exact, plain = runs[1][name].double(), runs[2][name].double()
         ours = ours.double()
         finite = torch.isfinite(exact)
         if not torch.equal(torch.isfinite(ours), finite):
@@ -235,8 +235,8 @@ def cases() -> list[Case]:
     return every if small else every + _large()
 
 
-def _small_case(n: int, m: int, name: str, **given: Any) -> Case:
-    return Case(name, **({"lengths": (n, m), "dims": (24, 24), "dtype": torch.float32, "heads": (2, 2)} | given))
+def _small_case(n: int, m: int, name: str, **options: Any) -> Case:
+    return Case(name, **({"lengths": (n, m), "dims": (24, 24), "dtype": torch.float32, "heads": (2, 2)} | options))
 
 
 def _decodes(case: Callable[..., Case], heads: int, long: int) -> list[Case]:

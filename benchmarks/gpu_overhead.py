@@ -124,11 +124,11 @@ def foci_cases() -> dict[str, dict[str, Callable[[], Any]]]:
         "nested": {"forward": lambda: foci.attention(rows, rows, rows)},
         "new lengths": {"forward": new},
     }
-    found = {f"foci {name}, {backend}": ways for backend in BACKENDS for name, ways in calls.items()}
+    cases_by_name = {f"foci {name}, {backend}": ways for backend in BACKENDS for name, ways in calls.items()}
     for backend in BACKENDS:
-        found[f"foci operators causal, {backend}"] = operators_of(dense, backend, mask=causal)
-        found[f"foci compiled causal, {backend}"] = ways_of(torch.compile(attention(mask=causal)), dense)
-    return found
+        cases_by_name[f"foci operators causal, {backend}"] = operators_of(dense, backend, mask=causal)
+        cases_by_name[f"foci compiled causal, {backend}"] = ways_of(torch.compile(attention(mask=causal)), dense)
+    return cases_by_name
 
 
 def operators_of(inputs: Inputs, backend: str, **options: Any) -> dict[str, Callable[[], Any]]:
@@ -168,7 +168,7 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
     dense, packed = inputs_of(*[(1, 2, 64, 64)] * 3), inputs_of(*[(64, 2, 64)] * 3)
     x, offsets = torch.zeros(1, device=DEVICE), torch.tensor([0, 20, 64], device=DEVICE, dtype=torch.int32)
     flex = torch.compile(flex_attention)
-    found = {
+    calls = {
         "empty launch": {"forward": lambda: nothing[(1,)](x)},
         "torch x.add_(1)": {"forward": lambda: x.add_(1)},
         "autograd function that allocates": ways_of(Allocating.apply, dense),
@@ -181,10 +181,10 @@ def cases() -> dict[str, dict[str, Callable[[], Any]]]:
     except ImportError:
         pass
     else:
-        found["torch varlen_attn"] = ways_of(lambda *t: varlen_attn(*t, offsets, offsets, 44, 44), packed)
-    found |= foci_cases()
-    found["foci causal, aten"] = ways_of(lambda *t: foci.attention(*t, mask=masks.causal()), dense)
-    return found
+        calls["torch varlen_attn"] = ways_of(lambda *t: varlen_attn(*t, offsets, offsets, 44, 44), packed)
+    calls |= foci_cases()
+    calls["foci causal, aten"] = ways_of(lambda *t: foci.attention(*t, mask=masks.causal()), dense)
+    return calls
 
 
 def microseconds(name: str, call: Callable[[], Any], calls: int = CALLS) -> float:
@@ -200,8 +200,8 @@ def microseconds(name: str, call: Callable[[], Any], calls: int = CALLS) -> floa
 
 def facts() -> dict[str, str]:
     """Device, versions, commit and day."""
-    found = measure.facts("cuda")
-    return {name: str(found[name]) for name in ("device", "torch", "triton", "commit", "date")}
+    machine_facts = measure.facts("cuda")
+    return {name: str(machine_facts[name]) for name in ("device", "torch", "triton", "commit", "date")}
 
 
 def measured(name: str, call: Callable[[], Any], floor: Callable[[], Any]) -> dict[str, float]:
@@ -210,8 +210,8 @@ def measured(name: str, call: Callable[[], Any], floor: Callable[[], Any]) -> di
     microseconds(name, call, 5)
     pairs = [(microseconds(name, call, calls), microseconds("floor", floor)) for _ in range(ROUNDS)]
     times, floors = zip(*pairs, strict=True)
-    found = {"us": statistics.median(times), "least_us": min(times), "floor_us": statistics.median(floors)}
-    return {key: round(value, 1) for key, value in found.items()}
+    timings = {"us": statistics.median(times), "least_us": min(times), "floor_us": statistics.median(floors)}
+    return {key: round(value, 1) for key, value in timings.items()}
 
 
 def show_profile(name: str, call: Callable[[], Any]) -> None:

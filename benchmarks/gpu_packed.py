@@ -52,21 +52,21 @@ def sides(batch: int, heads: int, length: int, dim: int, mask: str) -> dict[str,
             "dense": passes(lambda q, k, v: foci.attention(q, k, v, mask=causal), dense[:3], dense[3]),
         }
     drawn = [length, *(random.Random(n).randint(length // 8, length) for n in range(batch - 1))]
-    own = torch.tensor([0, *drawn], device="cuda").cumsum(0)
+    offsets = torch.tensor([0, *drawn], device="cuda").cumsum(0)
     few = [t[: sum(drawn)].contiguous() for t in flat]
     padding = foci.masks.padding(torch.tensor(drawn, device="cuda"))
     nested = [torch.nested.nested_tensor_from_jagged(t, equal, min_seqlen=length, max_seqlen=length).transpose(1, 2) for t in flat[:3]]
     return {
         "packed": passes(lambda q, k, v: foci.varlen_attn(q, k, v, equal, equal, length, length), flat[:3], flat[3]),
         "dense": passes(foci.attention, dense[:3], dense[3]),
-        "packed, own lengths": passes(lambda q, k, v: foci.varlen_attn(q, k, v, own, own, length, length), few[:3], few[3]),
+        "packed, own lengths": passes(lambda q, k, v: foci.varlen_attn(q, k, v, offsets, offsets, length, length), few[:3], few[3]),
         "padded": passes(lambda q, k, v: foci.attention(q, k, v, mask=padding), dense[:3], dense[3]),
         "nested": {"forward": lambda: foci.attention(*nested)},
     }
 
 
 def device_us(call: Callable[[], object]) -> float:
-    found = []
+    times_us = []
     for _ in range(4):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -76,20 +76,20 @@ def device_us(call: Callable[[], object]) -> float:
             call()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / CALLS * 1e3)
-    return statistics.median(found)
+        times_us.append(begin.elapsed_time(end) / CALLS * 1e3)
+    return statistics.median(times_us)
 
 
 def host_us(call: Callable[[], object]) -> float:
-    found = []
+    times_us = []
     for _ in range(7):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
             call()
-        found.append((time.perf_counter() - begin) / CALLS * 1e6)
+        times_us.append((time.perf_counter() - begin) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(found)
+    return statistics.median(times_us)
 
 
 def five(call: Callable[[], object]) -> Callable[[], None]:
@@ -101,10 +101,10 @@ def five(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def rows(shape: tuple[int, int, int, int], mask: str) -> list[dict[str, object]]:
-    found = sides(*shape, mask)
+    passes_by_side = sides(*shape, mask)
     rows = []
     for direction in ("forward", "backward"):
-        calls = {side: ways[direction] for side, ways in found.items() if direction in ways}
+        calls = {side: ways[direction] for side, ways in passes_by_side.items() if direction in ways}
         with foci.observe() as log:
             for call in calls.values():
                 call()

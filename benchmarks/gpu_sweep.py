@@ -65,9 +65,9 @@ def jobs(names: list[str], dims: list[int], kinds: list[str]) -> list[tuple[str,
     limit = find(find_target(torch.device("cuda")).arch).shared_bytes
     return [
         (kind, dim, name, schedule)
-        for (kind, dim), found in CANDIDATES.items()
+        for (kind, dim), schedules in CANDIDATES.items()
         if dim in dims and (not kinds or kind in kinds)
-        for schedule in found
+        for schedule in schedules
         if shared_bytes(kind, schedule, (dim, dim), 2, scratch=2 if names == ["bias"] else 0) <= limit
         for name in names
     ]
@@ -105,12 +105,12 @@ def launcher(kind: str, dim: int, name: str, schedule: Schedule) -> Any:
     call = kernel.builder.begin(
         operands, {"out": results.out, "dout": dout, "dq": grads[0], "dk": grads[1], "dv": grads[2]}, sequences, launches
     )
-    given = Given(results.out, results.lse, dout, None)
+    grad_inputs = Given(results.out, results.lse, dout, None)
     rows = (torch.empty_like(results.lse), torch.empty_like(results.lse))
     backward = PortableBackward(kernel.builder)
-    backward._prepare(call, given, rows)
+    backward._prepare(call, grad_inputs, rows)
     if kind == "query_gradient":
-        return lambda: backward._query_gradient(call, given, rows, grads[0])
+        return lambda: backward._query_gradient(call, grad_inputs, rows, grads[0])
     kind = backward._key_passes(grads[1], grads[2])[0][0] if kind == "key_gradient" else kind
     wanted = (None if kind == "value_gradient_alone" else grads[1], None if kind == "key_gradient_alone" else grads[2])
     return lambda: backward._key_gradient(call, kind, (dout, *rows), wanted)

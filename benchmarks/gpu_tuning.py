@@ -89,14 +89,14 @@ def main() -> None:
         if options.compile:
             compile_all(row, *map(int, options.compile.split("/")))
             continue
-        found = line(row)
-        rates = [f"{a:.0f} -> {b:.0f}" for a, b in zip(found["table_tflops"], found["tuned_tflops"], strict=True)]
-        print(f"{row.name:15s} {row.shape} forward {rates[0]}, backward {rates[1]} TFLOP/s, {found['tuning_s']} s of tuning", flush=True)
-        for kind, schedule in found["chosen"].items():
+        result = line(row)
+        rates = [f"{a:.0f} -> {b:.0f}" for a, b in zip(result["table_tflops"], result["tuned_tflops"], strict=True)]
+        print(f"{row.name:15s} {row.shape} forward {rates[0]}, backward {rates[1]} TFLOP/s, {result['tuning_s']} s of tuning", flush=True)
+        for kind, schedule in result["chosen"].items():
             print(f"    {kind}: {schedule}", flush=True)
         if options.out is not None:
             with options.out.open("a") as file:
-                file.write(json.dumps(found | about) + "\n")
+                file.write(json.dumps(result | about) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,9 +117,9 @@ def fused(model: nn.Module, inputs: dict[str, Tensor], *, training: bool) -> tup
     sites: list[Site] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        made = fuse(module, examples)
-        sites.extend(made.sites)
-        return made.graph_module.forward
+        fusion = fuse(module, examples)
+        sites.extend(fusion.sites)
+        return fusion.graph_module.forward
 
     function = torch.compile(copy.deepcopy(model), backend=backend, dynamic=False)
     run(function, inputs, training=training)
@@ -150,9 +150,9 @@ def row(name: str, dtype: torch.dtype, *, training: bool, seconds: float, clock:
     times = measure.interleaved(calls, seconds=seconds, rounds=7, clock=clock)
     print(f"{name:11s} {str(dtype)[6:]:9s} {'training' if training else 'inference':10s}", end="")
     print(f"eager {statistics.median(times['eager']) * 1e3:7.2f} ms", end="")
-    for key, found in (("drawn", drawn_sites), ("foci", sites)):
+    for key, fusion_sites in (("drawn", drawn_sites), ("foci", sites)):
         ratio = statistics.median(t / e for t, e in zip(times[key], times["eager"], strict=True))
-        print(f"   {key} x{ratio:.2f} ({sum(s.reason is None for s in found)} of {len(found)} fused)", end="")
+        print(f"   {key} x{ratio:.2f} ({sum(s.reason is None for s in fusion_sites)} of {len(fusion_sites)} fused)", end="")
     print()
     for said in dict.fromkeys(s.reason or s.variant for s in sites):
         print(f"    {said}", flush=True)

@@ -178,11 +178,11 @@ def peak_gb(step: Callable[[], object], model: Any, device: str, before: float) 
 
 def kernels(step: Callable[[], object]) -> float:
     """Milliseconds that the GPU is busy in a step; prints its kernels."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             step()
         wait("cuda")
-    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
     for row in rows[:16]:
         print(f"    {row.self_device_time_total / 3000:.4f} ms, {row.count // 3} times: {row.key[:100]}", flush=True)
     return sum(row.self_device_time_total for row in rows) / 3000
@@ -193,7 +193,7 @@ class Compiled:
     """A model whose first step is done, and what is known of it so far."""
 
     step: Callable[[], object]
-    found: dict[str, object]
+    facts: dict[str, object]
 
 
 def first_step(name: str, variant: str, mode: str, batch: int, length: int, layers: int, vocabulary: int | None, device: str) -> Compiled:
@@ -207,7 +207,7 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
         result = float(step().float().mean())
         wait(device)
         first = clock(device) - begin
-    found = {
+    facts = {
         "model": name,
         "variant": variant,
         "mode": mode,
@@ -224,8 +224,8 @@ def first_step(name: str, variant: str, mode: str, batch: int, length: int, laye
         **measure.facts(device),
         "transformers": transformers.__version__,
     }
-    print({name: found[name] for name in ("model", "variant", "mode", "batch", "length", "first step s", "peak GB")}, flush=True)
-    return Compiled(step, found)
+    print({name: facts[name] for name in ("model", "variant", "mode", "batch", "length", "first step s", "peak GB")}, flush=True)
+    return Compiled(step, facts)
 
 
 def once(name: str, mode: str, batch: int, length: int, layers: int, vocabulary: int | None, device: str) -> None:
@@ -244,18 +244,18 @@ TURNS: Final = 3
 _SMALL: Final = (1, 64, 1, 512)
 
 
-def rows_of(made: Sequence[Compiled], device: str, reps: int, *, profile: bool) -> list[dict[str, object]]:
+def rows_of(compiled_models: Sequence[Compiled], device: str, reps: int, *, profile: bool) -> list[dict[str, object]]:
     """Times variants in turns: on one core, at one clock, whatever else the machine does."""
-    for each in made:
+    for each in compiled_models:
         for _ in range(2 if device == "cuda" else 1):
             each.step()
     wait(device)
-    times = [[timed(each.step, device, reps) for each in made] for _ in range(TURNS)]
-    rows = [{**each.found, "ms": round(statistics.median(turn[n] for turn in times), 3)} for n, each in enumerate(made)]
-    for each, found in zip(made, rows, strict=True):
+    times = [[timed(each.step, device, reps) for each in compiled_models] for _ in range(TURNS)]
+    rows = [{**each.facts, "ms": round(statistics.median(turn[n] for turn in times), 3)} for n, each in enumerate(compiled_models)]
+    for each, row in zip(compiled_models, rows, strict=True):
         if profile:
-            print({name: found[name] for name in ("model", "variant", "mode", "batch", "length")})
-            found["GPU busy ms"] = round(kernels(each.step), 3)
+            print({name: row[name] for name in ("model", "variant", "mode", "batch", "length")})
+            row["GPU busy ms"] = round(kernels(each.step), 3)
     return rows
 
 
@@ -285,10 +285,12 @@ def main() -> None:
     for (batch, length), name, mode in itertools.product(sizes, models, modes):
         with held(options.lock, fcntl.LOCK_SH):
             once(name, mode, *((batch, length, layers, options.vocabulary) if not on_gpu else _SMALL), options.device)
-            made = [first_step(name, variant, mode, batch, length, layers, options.vocabulary, options.device) for variant in variants]
+            compiled_models = [
+                first_step(name, variant, mode, batch, length, layers, options.vocabulary, options.device) for variant in variants
+            ]
         with held(options.lock, fcntl.LOCK_EX):
-            rows += rows_of(made, options.device, 10 if on_gpu else 1, profile=options.profile and on_gpu)
-        del made
+            rows += rows_of(compiled_models, options.device, 10 if on_gpu else 1, profile=options.profile and on_gpu)
+        del compiled_models
         measure.write(f"{options.name}-{options.device}", rows)
 
 

@@ -26,7 +26,7 @@ def model_of(layers: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
-def compiled(layers: int, *, whole: bool) -> dict[str, object]:
+def compiled(layers: int, *, with_inductor: bool) -> dict[str, object]:
     """Compiles one training step, `whole` with Inductor, else up to foci's pass."""
     torch._dynamo.reset()
     spent = {"pass s": 0.0, "nodes": 0, "sites": 0}  # over all graphs of the step
@@ -37,7 +37,7 @@ def compiled(layers: int, *, whole: bool) -> dict[str, object]:
         spent["pass s"] += time.process_time() - begin
         spent["nodes"] += len(graph_module.graph.nodes)
         spent["sites"] += sum(site.fused for site in fused.sites)
-        return inductor_backend.hand_over(fused.graph_module, inputs, "inductor", {}) if whole else fused.graph_module
+        return inductor_backend.hand_over(fused.graph_module, inputs, "inductor", {}) if with_inductor else fused.graph_module
 
     model = model_of(layers)
     tokens = torch.arange(64).reshape(2, 32)
@@ -47,10 +47,10 @@ def compiled(layers: int, *, whole: bool) -> dict[str, object]:
         model_compiled = torch.compile(model, backend=backend)
         model_compiled(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
         total = time.process_time() - begin
-    found: dict[str, object] = {"layers": layers, **{name: round(value, 3) for name, value in spent.items()}}
-    if whole:
-        found |= {"first step s": round(total, 2), "share %": round(100 * spent["pass s"] / total, 2)}
-    return found
+    result: dict[str, object] = {"layers": layers, **{name: round(value, 3) for name, value in spent.items()}}
+    if with_inductor:
+        result |= {"first step s": round(total, 2), "share %": round(100 * spent["pass s"] / total, 2)}
+    return result
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ def table() -> str:
         step = (MODELS[line["model"]], f"{line['batch']} x {line['length']}", line["mode"])
         steps.setdefault(step, {})[line["variant"]] = line
     rows = []
-    for step, found in steps.items():
-        lines = [found[variant] for variant in VARIANTS if variant in found]
+    for step, by_variant in steps.items():
+        lines = [by_variant[variant] for variant in VARIANTS if variant in by_variant]
         peaks, firsts = (
             " / ".join(form.format(line[key]) for line in lines) for key, form in (("peak GB", "{:#.3g}"), ("first step s", "{:.0f}"))
         )
-        rows.append([", ".join(step), *(_time(found.get(variant)) for variant in VARIANTS), peaks, firsts])
+        rows.append([", ".join(step), *(_time(by_variant.get(variant)) for variant in VARIANTS), peaks, firsts])
     return markdown(["", *VARIANTS.values(), "peak GB", "first step s"], rows)
 
 

@@ -68,9 +68,9 @@ OURS = ("hopper", "triton", "foci")
 VARIANTS = ("window 1024", "document", "ALiBi causal", "softcap causal")
 
 
-def _dense(*shapes: Shape, name: str = "dense", **others: Any) -> tuple[Row, ...]:
+def _dense(*shapes: Shape, name: str = "dense", **options: Any) -> tuple[Row, ...]:
     return tuple(
-        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, **others)
+        Row(name.replace("dense", "causal") if causal else name, shape, "dense", causal, **options)
         for shape in shapes
         for causal in (False, True)
     )
@@ -97,8 +97,8 @@ def passed(function: Callable[..., Any], tensors: list[Tensor], *, backward: boo
     if not backward:
         return lambda: function(*tensors)
     leaves = [t.detach().requires_grad_() for t in tensors]
-    found = function(*leaves)
-    out = found[0] if isinstance(found, tuple) else found
+    result = function(*leaves)
+    out = result[0] if isinstance(result, tuple) else result
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
@@ -222,27 +222,29 @@ def peers_of(row: Row, *, backward: bool) -> dict[str, Callable[[], Call]]:
     """What makes the call of each peer of a row, foci's backends first. Operands are the same for all."""
     lengths = lengths_of(row)
     tensors = tensors_of(row, lengths)
-    *given, jagged = given_of(row)
-    own = functools.partial(ours, score=given[0], mask=given[1], jagged=jagged, dropout=row.dropout, backward=backward)
-    made: dict[str, Callable[[], Call]] = {name: functools.partial(own, name, tensors) for name in OURS}
+    *functions, jagged = given_of(row)
+    call_backend = functools.partial(ours, score=functions[0], mask=functions[1], jagged=jagged, dropout=row.dropout, backward=backward)
+    builders: dict[str, Callable[[], Call]] = {name: functools.partial(call_backend, name, tensors) for name in OURS}
     if row.kind in VARIANTS:
-        made["flex"] = functools.partial(flex, tensors, *variant_of(row), row.shape[2], backward=backward)
+        builders["flex"] = functools.partial(flex, tensors, *variant_of(row), row.shape[2], backward=backward)
     elif row.kind == "jagged":
         # tokens first, as both take them
         packed, cu = [t[0].transpose(0, 1).contiguous() for t in tensors], jagged["cu_q"]
-        made["fa4"] = functools.partial(flash_varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
-        made["varlen"] = functools.partial(varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
+        builders["fa4"] = functools.partial(flash_varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
+        builders["varlen"] = functools.partial(varlen, packed, cu, max(lengths), causal=row.causal, backward=backward)
     else:
         if not row.dropout:  # FlashAttention-4 drops none
-            made["fa4"] = functools.partial(flash, [t.transpose(1, 2).contiguous() for t in tensors], causal=row.causal, backward=backward)
-        made["cudnn"] = functools.partial(cudnn, tensors, row, backward=backward)
-    return made
+            builders["fa4"] = functools.partial(
+                flash, [t.transpose(1, 2).contiguous() for t in tensors], causal=row.causal, backward=backward
+            )
+        builders["cudnn"] = functools.partial(cudnn, tensors, row, backward=backward)
+    return builders
 
 
 def cudnn(tensors: list[Tensor], row: Row, *, backward: bool) -> Call:
-    def run(*given: Tensor) -> Tensor:
+    def run(*operands: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(*given, dropout_p=row.dropout, is_causal=row.causal, enable_gqa=bool(row.kv_heads))
+            return F.scaled_dot_product_attention(*operands, dropout_p=row.dropout, is_causal=row.causal, enable_gqa=bool(row.kv_heads))
 
     return passed(run, tensors, backward=backward)
 
@@ -250,21 +252,21 @@ def cudnn(tensors: list[Tensor], row: Row, *, backward: bool) -> Call:
 def flash(tensors: list[Tensor], *, causal: bool, backward: bool) -> Call:
     from flash_attn.cute import flash_attn_func
 
-    return passed(lambda *given: flash_attn_func(*given, causal=causal), tensors, backward=backward)
+    return passed(lambda *operands: flash_attn_func(*operands, causal=causal), tensors, backward=backward)
 
 
 def flash_varlen(tensors: list[Tensor], cu: Tensor, most: int, *, causal: bool, backward: bool) -> Call:
     from flash_attn.cute import flash_attn_varlen_func
 
     spans = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": most, "max_seqlen_k": most}
-    return passed(lambda *given: flash_attn_varlen_func(*given, **spans, causal=causal), tensors, backward=backward)
+    return passed(lambda *operands: flash_attn_varlen_func(*operands, **spans, causal=causal), tensors, backward=backward)
 
 
 def varlen(tensors: list[Tensor], cu: Tensor, most: int, *, causal: bool, backward: bool) -> Call:
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if causal else (-1, -1)
-    return passed(lambda *given: varlen_attn(*given, cu, cu, most, most, window_size=window), tensors, backward=backward)
+    return passed(lambda *operands: varlen_attn(*operands, cu, cu, most, most, window_size=window), tensors, backward=backward)
 
 
 def flex(tensors: list[Tensor], score: Any, mask: Any, length: int, *, backward: bool) -> Call:
@@ -273,7 +275,7 @@ def flex(tensors: list[Tensor], score: Any, mask: Any, length: int, *, backward:
     torch._dynamo.reset()
     block = create_block_mask(mask, None, None, length, length, DEVICE.type)
     compiled = torch.compile(flex_attention, dynamic=False)
-    return passed(lambda *given: compiled(*given, score_mod=score, block_mask=block), tensors, backward=backward)
+    return passed(lambda *operands: compiled(*operands, score_mod=score, block_mask=block), tensors, backward=backward)
 
 
 def repeated(call: Call, times: int) -> Call:
@@ -309,8 +311,8 @@ def fill(rows: list[Row], peers: list[str], processes: int) -> None:
     """Compiles what the rows take in both passes, each peer in a process of its own, forked before CUDA starts."""
     # gradients, if asked for, do not change ours of the forward
     distinct = {_planned(row): row for row in rows}.values()
-    found = [(row, peer) for peer in peers for row in distinct if peer in OURS or (peer == "flex") == (row.kind in VARIANTS)]
-    waiting = [(*pair, True) for pair in found] + [(*pair, False) for pair in found if pair[1] not in OURS]
+    pairs = [(row, peer) for peer in peers for row in distinct if peer in OURS or (peer == "flex") == (row.kind in VARIANTS)]
+    waiting = [(*pair, True) for pair in pairs] + [(*pair, False) for pair in pairs if pair[1] not in OURS]
     alive = 0
     while waiting or alive:
         if waiting and alive < processes:
@@ -318,8 +320,8 @@ def fill(rows: list[Row], peers: list[str], processes: int) -> None:
             alive += 1
             if os.fork() == 0:
                 try:
-                    made = peers_of(row, backward=backward).get(peer)
-                    timed({peer: made} if made is not None else {}, rounds=0)
+                    builder = peers_of(row, backward=backward).get(peer)
+                    timed({peer: builder} if builder is not None else {}, rounds=0)
                 finally:
                     os._exit(0)
         else:
@@ -351,9 +353,9 @@ def main() -> None:
         return
     name, machine = "backward" if options.backward else "forward", facts("cuda")
     for row in rows:
-        found, choice = timed(peers_of(row, backward=options.backward), calls=row.calls), choice_of(row, backward=options.backward)
-        rates = {who: flops(row, backward=options.backward) / ms / 1e9 for who, ms in found.items()}
-        for who, ms in found.items():
+        times_ms, choice = timed(peers_of(row, backward=options.backward), calls=row.calls), choice_of(row, backward=options.backward)
+        rates = {who: flops(row, backward=options.backward) / ms / 1e9 for who, ms in times_ms.items()}
+        for who, ms in times_ms.items():
             line = {"row": row.name, "shape": row.shape, "who": who, f"{name}_ms": ms, f"{name}_tflops": rates[who], "choice": choice}
             if "OUT" in os.environ:
                 with (Path(os.environ["OUT"]) / f"hopper_{name}.jsonl").open("a") as file:

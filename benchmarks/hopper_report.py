@@ -22,11 +22,11 @@ RATIOS: Final = ("fa4", "flex")
 
 def table(name: str) -> str:
     """TFLOP/s by problem and implementation, and the planner's over those of two peers."""
-    found: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
+    rates_by_row: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {}
     for line in results(f"hopper_{name}"):
-        found.setdefault((line["row"], tuple(line["shape"])), {})[line["who"]] = line[f"{name}_tflops"]
+        rates_by_row.setdefault((line["row"], tuple(line["shape"])), {})[line["who"]] = line[f"{name}_tflops"]
     head = ["problem", "B,H,S,D", *COLUMNS.values(), *(f"planner / {COLUMNS[peer]}" for peer in RATIOS)]
-    return markdown(head, [[row, _place(row, shape), *_cells(rates)] for (row, shape), rates in found.items()])
+    return markdown(head, [[row, _place(row, shape), *_cells(rates)] for (row, shape), rates in rates_by_row.items()])
 
 
 def _place(row: str, shape: tuple[int, ...]) -> str:
@@ -35,27 +35,27 @@ def _place(row: str, shape: tuple[int, ...]) -> str:
 
 def _cells(rates: dict[str, Any]) -> list[str]:
     rated = [f"{rates[who]:.0f}" if who in rates else "" for who in COLUMNS]
-    own = rates.get("foci", rates["hopper"])  # rows of gpu_attention.py have backends alone
-    return rated + [f"{own / rates[peer]:.2f}" if peer in rates else "" for peer in RATIOS]
+    ours = rates.get("foci", rates["hopper"])  # rows of gpu_attention.py have backends alone
+    return rated + [f"{ours / rates[peer]:.2f}" if peer in rates else "" for peer in RATIOS]
 
 
 def sizes() -> str:
     """Microseconds of many dense problems, a line for each without a mask and under the causal one, and cuDNN's over the planner's."""
-    found: dict[str, dict[bool, dict[str, Any]]] = {}
+    lines_by_shape: dict[str, dict[bool, dict[str, Any]]] = {}
     for line in results("dense_sizes"):
-        found.setdefault(line["shape"], {})[line["causal"]] = line
+        lines_by_shape.setdefault(line["shape"], {})[line["causal"]] = line
     passes = [(mask, name) for mask in ("dense", "causal") for name in ("forward", "backward")]
     head = ["B,H,S,D", *(f"{mask}, {name}" for mask, name in passes)]
     return markdown(
-        head, [[shape, *(_beside(lines.get(mask == "causal"), name) for mask, name in passes)] for shape, lines in found.items()]
+        head, [[shape, *(_beside(lines.get(mask == "causal"), name) for mask, name in passes)] for shape, lines in lines_by_shape.items()]
     )
 
 
 def _beside(line: dict[str, Any] | None, name: str) -> str:
     if line is None:
         return ""
-    own, other = line[f"{name}_foci_us"], line.get(f"{name}_cudnn_us")
-    return f"{own:.0f}" if other is None else f"{own:.0f} / {other:.0f} = {other / own:.2f}"
+    ours, other = line[f"{name}_foci_us"], line.get(f"{name}_cudnn_us")
+    return f"{ours:.0f}" if other is None else f"{ours:.0f} / {other:.0f} = {other / ours:.2f}"
 
 
 def draw() -> None:

@@ -95,7 +95,7 @@ def in_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int = 6, each
                 end.record()
                 marks[name].append((begin, end))
         torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in found) for name, found in marks.items()}
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in marks.items()}
 
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:

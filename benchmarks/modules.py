@@ -130,10 +130,10 @@ def forwards(batch: int, device: str, dtype: torch.dtype) -> Forms:
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     packing = foci.nn.Packing(offsets, max(lengths), (batch, LONGEST))
     replayed = foci.nn.capture(copy.deepcopy(ours))
-    others = itertools.cycle([hidden.roll(n, 0) for n in range(batch)])
+    rolled_masks = itertools.cycle([hidden.roll(n, 0) for n in range(batch)])
     calls = {
         "foci.nn": lambda: ours(x, src_key_padding_mask=hidden),
-        "foci.nn, another mask in each call": lambda: ours(x, src_key_padding_mask=next(others)),
+        "foci.nn, another mask in each call": lambda: ours(x, src_key_padding_mask=next(rolled_masks)),
         "foci.nn, nested input": lambda: ours(nested).values(),
         "foci.nn, packed input": lambda: ours(tokens, src_key_padding_mask=packing),
         "foci.nn, captured": lambda: replayed(x, src_key_padding_mask=hidden),
@@ -200,12 +200,12 @@ def held_by_graphs(forms: Forms, mode: str, losses: dict[str, Tensor], steps: di
         before = reserved()
         steps[name]()
         held[name] = reserved() - before
-    for name, (form, given) in forms.graphed.items() if mode == "training" else ():
+    for name, (form, inputs) in forms.graphed.items() if mode == "training" else ():
         before, called = reserved(), f"{name}, as graphed callable"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graphed = torch.cuda.make_graphed_callables(form, given)
-        steps[called] = waited(training_step(functools.partial(graphed, *given), form, losses[name]), "cuda")
+            graphed = torch.cuda.make_graphed_callables(form, inputs)
+        steps[called] = waited(training_step(functools.partial(graphed, *inputs), form, losses[name]), "cuda")
         held[called] = reserved() - before
     for name, call in forms.wholes.items():
         if name == "torch.nn" and mode == "inference":
@@ -246,17 +246,17 @@ def compare(mode: str, batch: int, device: str, dtype: torch.dtype, *, rounds: i
     for module in (*modules.values(), *(form for form, _ in forms.graphed.values())):
         module.train(mode == "training")
     with torch.no_grad():
-        given = {name: call() for name, call in calls.items()}
-    outs = {name: forms.tokens(out).float() for name, out in given.items()}
+        outputs = {name: call() for name, call in calls.items()}
+    outs = {name: forms.tokens(out).float() for name, out in outputs.items()}
     for name, out in outs.items():
         torch.testing.assert_close(out, outs["packed by hand"], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.25, msg=name)
     weights = torch.randn_like(outs["packed by hand"]).to(dtype)
-    losses = {name: forms.like(weights, out) for name, out in given.items()}
+    losses = {name: forms.like(weights, out) for name, out in outputs.items()}
     steps = {
         name: waited(training_step(call, modules[name], losses[name]) if mode == "training" else inference(call), device)
         for name, call in calls.items()
     }
-    del given, outs
+    del outputs, outs
     graphs = held_by_graphs(forms, mode, losses, steps) if with_graphs else {}
     is_alone = device == "cpu" and torch.get_num_threads() == 1
     times = measure.interleaved(steps, seconds=2.0, rounds=rounds, clock=time.thread_time if is_alone else time.perf_counter)

@@ -29,16 +29,16 @@ def table() -> str:
     for line in lines:
         forms[line["what"]][line["mode"]] = line
     head = ["", "training step", "torch.nn takes", "inference", "torch.nn takes", "peak MB, training", "held by graphs, MB"]
-    return markdown(head, [[NAMES.get(form, form), *_cells(found, forms[PEER])] for form, found in forms.items()])
+    return markdown(head, [[NAMES.get(form, form), *_cells(lines_by_mode, forms[PEER])] for form, lines_by_mode in forms.items()])
 
 
-def _cells(found: dict[str, dict[str, Any]], peer: dict[str, dict[str, Any]]) -> list[str]:
+def _cells(lines_by_mode: dict[str, dict[str, Any]], peer: dict[str, dict[str, Any]]) -> list[str]:
     cells = []
     for mode in MODES:
-        line = found.get(mode)
+        line = lines_by_mode.get(mode)
         cells.append(f"{line['ms']:#.3g}" if line else "")
         cells.append(f"{peer[mode]['times foci.nn'] / line['times foci.nn']:.2f}" if line and line["what"] != PEER else "")
-    training = found.get("training", {})
+    training = lines_by_mode.get("training", {})
     held = (training.get("peak MB"), training.get("graphs MB"))
     return [*cells, *("" if megabytes is None else f"{megabytes:,}" for megabytes in held)]
 

@@ -181,9 +181,9 @@ class Timed(CustomGraphPass):
 
     def uuid(self) -> object:
         start = time.perf_counter()
-        found = self.inner.uuid()
+        inner_uuid = self.inner.uuid()
         self.seconds += time.perf_counter() - start
-        return found
+        return inner_uuid
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,12 @@ def implementations(case: Case, device: str, chosen: str) -> Iterator[tuple[str,
             start = time.perf_counter()
             run()
         first = time.perf_counter() - start
-        found = {"first call s": round(first, 2)}
+        facts = {"first call s": round(first, 2)}
         if passes:
-            found["import s"] = round(IMPORT_SECONDS, 3)
-            found["pass s"] = round(sum(each.seconds for each in passes), 4)
-            found["stated bytes"] = sum(padding.bytes for padding in log.paddings)
-        yield name, Compiled(run, [str(padding) for padding in log.paddings], found)
+            facts["import s"] = round(IMPORT_SECONDS, 3)
+            facts["pass s"] = round(sum(each.seconds for each in passes), 4)
+            facts["stated bytes"] = sum(padding.bytes for padding in log.paddings)
+        yield name, Compiled(run, [str(padding) for padding in log.paddings], facts)
 
 
 def peak(step: Step) -> int:
@@ -279,11 +279,11 @@ def measured(steps: dict[str, Step], device: str, seconds: float) -> dict[str, f
 
 def profiled(step: Step) -> list[tuple[str, float, int]]:
     """(name, milliseconds, calls) of each kernel of a step, the longest first; of five steps."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             step()
         torch.cuda.synchronize()
-    rows = sorted(found.key_averages(), key=lambda row: -row.self_device_time_total)
+    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
     return [(row.key, row.self_device_time_total / 5000, row.count // 5) for row in rows if row.self_device_time_total > 0]
 
 
@@ -317,27 +317,27 @@ def main() -> None:
     parser.add_argument("--lock", help="a file for processes side by side")
     parser.add_argument("--profile", default="", help="cases whose kernels are listed")
     parser.add_argument("--out", type=Path, default=measure.RESULTS / "padding.jsonl")
-    given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         print("the sizes are those of a GPU: no CUDA device, nothing measured")
         return
     torch.backends.cuda.matmul.allow_tf32 = True
-    facts = measure.facts(given.device)
-    made: dict[str, dict[str, Compiled]] = {}
-    with held(given.lock, fcntl.LOCK_SH):
-        for case in given.cases.split(","):
-            made[case] = {}
-            for name, found in implementations(CASES[case], given.device, given.implementations):
-                made[case][name] = found
-                print(f"{case}, {name}", *found.report, found.facts, sep="\n    ", flush=True)
-    with given.out.open("a") as out:
-        for case, found in made.items():
-            steps = {name: each.run for name, each in found.items()}
-            with held(given.lock, fcntl.LOCK_EX) as alone:
-                times = measured(steps, given.device, given.seconds)
-                peaks = {name: {"peak bytes": peak(step)} for name, step in steps.items()} if given.device == "cuda" else {}
-                kernels = {name: profiled(step) for name, step in steps.items()} if given.device == "cuda" else {}
-            for name, found_kernels in kernels.items() if case in given.profile.split(",") else ():
+    facts = measure.facts(arguments.device)
+    compiled_cases: dict[str, dict[str, Compiled]] = {}
+    with held(arguments.lock, fcntl.LOCK_SH):
+        for case in arguments.cases.split(","):
+            compiled_cases[case] = {}
+            for name, implementation in implementations(CASES[case], arguments.device, arguments.implementations):
+                compiled_cases[case][name] = implementation
+                print(f"{case}, {name}", *implementation.report, implementation.facts, sep="\n    ", flush=True)
+    with arguments.out.open("a") as out:
+        for case, by_name in compiled_cases.items():
+            steps = {name: each.run for name, each in by_name.items()}
+            with held(arguments.lock, fcntl.LOCK_EX) as alone:
+                times = measured(steps, arguments.device, arguments.seconds)
+                peaks = {name: {"peak bytes": peak(step)} for name, step in steps.items()} if arguments.device == "cuda" else {}
+                kernels = {name: profiled(step) for name, step in steps.items()} if arguments.device == "cuda" else {}
+            for name, found_kernels in kernels.items() if case in arguments.profile.split(",") else ():
                 print(
                     name, *(f"{ms:.4f} ms, {count} times: {key[:110]}" for key, ms, count in found_kernels[:14]), sep="\n    ", flush=True
                 )
@@ -349,7 +349,7 @@ def main() -> None:
                     **({"ratio": round(ms / times["good"], 3)} if "good" in times else {}),
                     **({"busy ms": round(sum(ms for _, ms, _ in kernels[name]), 4)} if kernels else {}),
                     "alone": alone,
-                    **found[name].facts,
+                    **by_name[name].facts,
                     **peaks.get(name, {}),
                     **facts,
                 }

@@ -31,12 +31,12 @@ CASES = {
 }
 
 
-def taken(found: dict[tuple[str, str], dict[str, Any]]) -> str:
+def taken(by_case: dict[tuple[str, str], dict[str, Any]]) -> str:
     """A table of the passes' time and memory."""
     first = {row["case"]: row for row in results("padding_first")}
     rows = []
     for case in CASES:
-        ours, plain = found.get((case, "foci"), {}), found.get((case, "inductor, no padding"), found.get((case, "good"), {}))
+        ours, plain = by_case.get((case, "foci"), {}), by_case.get((case, "inductor, no padding"), by_case.get((case, "good"), {}))
         if "pass s" in ours and "peak bytes" in plain:
             shares = f"{100 * ours['pass s'] / ours['first call s']:.1f} %", _of_first(first.get(case))
             rows.append([case, *shares, f"{ours['stated bytes'] / 1e6:.1f}", f"{(ours['peak bytes'] - plain['peak bytes']) / 1e6:.1f}"])
@@ -50,20 +50,20 @@ def _of_first(row: dict[str, Any] | None) -> str:
 
 def main() -> None:
     rows = results("padding")
-    found = {(row["case"], row["implementation"]): row for row in rows}
-    cases = [case for case in CASES if (case, "foci") in found]
+    by_case = {(row["case"], row["implementation"]): row for row in rows}
+    cases = [case for case in CASES if (case, "foci") in by_case]
     lines = []
     for case in cases:
-        ratios = [f"{found[case, name]['ratio']:.3f}" if (case, name) in found else "" for name in NAMES]
-        lines.append([CASES[case], f"{found[case, 'good']['ms']:.3f}", *ratios])
+        ratios = [f"{by_case[case, name]['ratio']:.3f}" if (case, name) in by_case else "" for name in NAMES]
+        lines.append([CASES[case], f"{by_case[case, 'good']['ms']:.3f}", *ratios])
     table = markdown(["case", "good size, ms", *NAMES], lines)
-    last, commits = rows[-1], ", ".join(dict.fromkeys(f"{row['commit']} ({row['date']})" for row in found.values()))
+    last, commits = rows[-1], ", ".join(dict.fromkeys(f"{row['commit']} ({row['date']})" for row in by_case.values()))
     where = f"{last['device']}, torch {last['torch']}, commit {commits}; times of the odd size over those of the good one:"
-    fill("padding.md", {"measured": "\n".join(["", where, "", table, "", "![ratios](padding.png)", "", taken(found), ""])})
+    fill("padding.md", {"measured": "\n".join(["", where, "", table, "", "![ratios](padding.png)", "", taken(by_case), ""])})
 
     figure, axis = plt.subplots(figsize=(9, 0.5 * len(cases) + 1.5), constrained_layout=True)
     for place, name in enumerate(NAMES):
-        heights = [found[case, name]["ratio"] if (case, name) in found else 0.0 for case in cases]
+        heights = [by_case[case, name]["ratio"] if (case, name) in by_case else 0.0 for case in cases]
         axis.barh([index + 0.2 * place for index in range(len(cases))], heights, 0.2, label=name)
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_yticks([index + 0.3 for index in range(len(cases))], cases)

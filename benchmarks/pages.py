@@ -41,7 +41,7 @@ def fill(page: str, texts: Mapping[str, str]) -> None:
     """
     text = (DOCS / page).read_text()
     for name, inside in texts.items():
-        text, found = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=inside: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
-        if not found:
+        text, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=inside: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL)
+        if not count:
             raise ValueError(f"docs/{page} has no mark of {name!r}")
     (DOCS / page).write_text(text)

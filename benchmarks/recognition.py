@@ -48,21 +48,21 @@ def foci_only(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
 
 def patterns_only(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Inductor's own road, passes and all, up to where code would be made."""
-    return compile_fx(graph_module, example_inputs, inner_compile=lambda graph, inputs, **others: make_boxed_func(graph.forward))
+    return compile_fx(graph_module, example_inputs, inner_compile=lambda graph, inputs, **options: make_boxed_func(graph.forward))
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor], backend: Any, *, training: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Results, and what Dynamo counted."""
     torch._dynamo.reset()
     counters.clear()
-    found = results(torch.compile(model, backend=backend), inputs, training=training)
-    return found, {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+    tensors = results(torch.compile(model, backend=backend), inputs, training=training)
+    return tensors, {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def survey(architecture: Architecture, dtype: torch.dtype, *, training: bool) -> dict[str, object]:
     model = undropped(architecture.model()).to(dtype).train(training)
     inputs = cast(architecture.inputs(model), dtype)
-    found: dict[str, object] = {"attentions": attentions(model, inputs)}
+    row: dict[str, object] = {"attentions": attentions(model, inputs)}
     with torch.no_grad():
         model(**inputs)  # some change themselves in their first call
     with foci.observe() as log, foci.use("blocked"):  # the CPU's own kernels are C++, minutes of compilers
@@ -73,12 +73,12 @@ def survey(architecture: Architecture, dtype: torch.dtype, *, training: bool) ->
         counters.clear()
         with torch.no_grad():
             torch.compile(model, backend=patterns_only)(**inputs)
-        found["fused by Inductor"] = counters["inductor"]["fuse_attention"]
-    found["fused by foci"] = len(log.calls)
-    found |= {**counts, **{f"{name} without foci": count for name, count in plain_counts.items()}}
-    found["equal"] = equal(architecture, model, inputs, fused, eager, training=training)
-    found["why not"] = sorted({f"{site.location.rpartition('/')[2]}: {site.reason}" for site in log.fusions if not site.fused})
-    return found
+        row["fused by Inductor"] = counters["inductor"]["fuse_attention"]
+    row["fused by foci"] = len(log.calls)
+    row |= {**counts, **{f"{name} without foci": count for name, count in plain_counts.items()}}
+    row["equal"] = equal(architecture, model, inputs, fused, eager, training=training)
+    row["why not"] = sorted({f"{site.location.rpartition('/')[2]}: {site.reason}" for site in log.fusions if not site.fused})
+    return row
 
 
 def equal(
@@ -109,7 +109,7 @@ def equal(
         if float(fused[name].abs().max()) <= torch.finfo(fused[name].dtype).eps * top:
             del fused[name]
     try:
-        assert_equal(*({name: found[name] for name in fused} for found in (fused, eager, exact)), next(model.parameters()).dtype)
+        assert_equal(*({name: tensors[name] for name in fused} for tensors in (fused, eager, exact)), next(model.parameters()).dtype)
     except AssertionError as error:
         return str(error)
     return True
@@ -117,10 +117,10 @@ def equal(
 
 def told(architecture: Architecture, options: argparse.Namespace, to: Any) -> None:
     try:
-        found = survey(architecture, getattr(torch, options.dtype), training=options.mode == "training")
+        row = survey(architecture, getattr(torch, options.dtype), training=options.mode == "training")
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
-    to.send(found)
+        row = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+    to.send(row)
 
 
 def surveyed(architecture: Architecture, options: argparse.Namespace) -> dict[str, object]:
@@ -129,10 +129,10 @@ def surveyed(architecture: Architecture, options: argparse.Namespace) -> dict[st
     here, there = fork.Pipe()
     process = fork.Process(target=told, args=(architecture, options, there))
     process.start()
-    found: dict[str, object] = here.recv() if here.poll(options.seconds) else {"error": f"took more than {options.seconds} s"}
+    row: dict[str, object] = here.recv() if here.poll(options.seconds) else {"error": f"took more than {options.seconds} s"}
     process.kill()
     process.join()
-    return found
+    return row
 
 
 def main() -> None:

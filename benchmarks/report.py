@@ -22,9 +22,9 @@ def _where(rows: list[Row]) -> str:
 def _pivot(rows: list[Row], mask: str, direction: str, value: str) -> str:
     chosen = [r for r in rows if r["mask"] == mask and r["direction"] == direction]
     names = list(dict.fromkeys(str(r["implementation"]) for r in chosen))
-    found = {(r["length"], r["implementation"]): r[value] for r in chosen}
+    values = {(r["length"], r["implementation"]): r[value] for r in chosen}
     lengths = sorted({int(str(r["length"])) for r in chosen})
-    return markdown(["S", *names], [[n, *(found.get((n, name), "") for name in names)] for n in lengths])
+    return markdown(["S", *names], [[n, *(values.get((n, name), "") for name in names)] for n in lengths])
 
 
 NAMES = {"foci": "foci", "sdpa": "torch SDPA", **PEERS}

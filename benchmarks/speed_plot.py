@@ -36,12 +36,12 @@ def _ratios(lines: Iterable[dict[str, Any]], peer: str, field: str) -> list[floa
     for line in lines:
         if line.get(field) is not None:
             problems.setdefault((line["row"], tuple(line["shape"])), {})[line["who"]] = line[field]
-    found = []
+    ratios = []
     for times in problems.values():
         ours = times.get("foci") or min((times[who] for who in ("hopper", "triton") if who in times), default=None)
         if ours is not None and peer in times:
-            found.append(times[peer] / ours)
-    return found
+            ratios.append(times[peer] / ours)
+    return ratios
 
 
 def _versions(lines: list[dict[str, Any]]) -> str:
@@ -74,7 +74,7 @@ def cpu() -> Panel:
                 for line in lines:
                     if (line["peer"], line["dtype"], line["direction"]) == (peer, dtype, name):
                         problems.setdefault(line["case"], []).append(line["ratio"])
-                ratios[name] = [statistics.median(found) for found in problems.values()]
+                ratios[name] = [statistics.median(values) for values in problems.values()]
             bars.append(Bar(f"{label}, {dtype}", ratios))
     return Panel(f"{lines[0]['device']}, {lines[0]['threads']} threads\n{_versions(lines)}", bars)
 
@@ -96,7 +96,7 @@ def draw(panels: list[Panel]) -> None:
                 axis.text(median, at + offset, f" {median:.2f}×  ({count} problems)", va="center", fontsize=8)
         axis.set_yticks(range(len(panel.bars)), [bar.label for bar in panel.bars], fontsize=9)
         axis.set_ylim(len(panel.bars) - 0.5, -0.5)
-        axis.set_xlim(0, 1.45 * max(statistics.median(found) for bar in panel.bars for found in bar.ratios.values() if found))
+        axis.set_xlim(0, 1.45 * max(statistics.median(values) for bar in panel.bars for values in bar.ratios.values() if values))
         axis.axvline(1.0, color="#555555", linewidth=1, zorder=3)
         axis.grid(axis="x", color="#dddddd", zorder=0)
         axis.set_xlabel("time of the peer / time of foci, median        foci faster →", fontsize=9)

@@ -198,13 +198,13 @@ def make_inputs(call: Call) -> list[Tensor]:
     torch.manual_seed(7)
     tokens, sizes = call.offsets[-1], list(_sizes(call).values())
     if call.layout == "packed":
-        made = [_packed((tokens, heads, width), view, call.dtype) for (heads, _, width), view in zip(sizes, call.views, strict=False)]
+        tensors = [_packed((tokens, heads, width), view, call.dtype) for (heads, _, width), view in zip(sizes, call.views, strict=False)]
     else:
-        made = [_draw((call.batch, *size), view, call.dtype) for size, view in zip(sizes, call.views, strict=False)]
+        tensors = [_draw((call.batch, *size), view, call.dtype) for size, view in zip(sizes, call.views, strict=False)]
     if call.layout == "paged":
-        made[1:] = [_in_pages(t, call.page_size) for t in made[1:]]
-    made.append(_draw((call.q_heads,), call.views[3], call.capture_dtype))
-    *operands, slopes = (t.requires_grad_(on) for t, on in zip(made, call.requires_grad, strict=True))
+        tensors[1:] = [_in_pages(t, call.page_size) for t in tensors[1:]]
+    tensors.append(_draw((call.q_heads,), call.views[3], call.capture_dtype))
+    *operands, slopes = (t.requires_grad_(on) for t, on in zip(tensors, call.requires_grad, strict=True))
     named = dict(zip("qkv", operands, strict=True))
     for name in call.alias:
         named[name] = named[call.alias[0]]
@@ -293,8 +293,8 @@ class _Placed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         out, lse = ctx.saved_tensors
         grads_of = (torch.zeros_like(out) if grads[0] is None else grads[0], grads[1], grads[3], grads[4])
-        made = iter(ctx.places[1](*grads_of, out, lse, ctx.needs, *ctx.flat))
-        return (None, None, *[next(made) if flag == "1" else None for flag in ctx.needs])
+        gradients = iter(ctx.places[1](*grads_of, out, lse, ctx.needs, *ctx.flat))
+        return (None, None, *[next(gradients) if flag == "1" else None for flag in ctx.needs])
 
 
 CACHES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (

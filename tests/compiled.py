@@ -69,8 +69,8 @@ def compare(
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
         leaves = [t for t in (*_tensors(call), *parameters) if t.requires_grad]
         if gradients and leaves:
-            made = [_gradients(outputs, leaves) for outputs in (got, want)]
-            torch.testing.assert_close(*made, atol=10 * tolerance, rtol=10 * tolerance)
+            grads = [_gradients(outputs, leaves) for outputs in (got, want)]
+            torch.testing.assert_close(*grads, atol=10 * tolerance, rtol=10 * tolerance)
     return compiled
 
 

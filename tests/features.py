@@ -13,7 +13,7 @@ ROW = re.compile(r"\| ([A-Z]+-\d\d) \| (.+?) \|(.*)\|")
 
 def rows(page: str) -> dict[str, str]:
     """Each row of the page with its column of tests."""
-    return {found[1]: found[3].strip() for found in map(ROW.fullmatch, page.splitlines()) if found is not None}
+    return {match[1]: match[3].strip() for match in map(ROW.fullmatch, page.splitlines()) if match is not None}
 
 
 def rows_named_by(source: str, prefixes: frozenset[str]) -> set[str]:
@@ -23,11 +23,11 @@ def rows_named_by(source: str, prefixes: frozenset[str]) -> set[str]:
     tests = (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name.lower().startswith("test"))
     above = {min(part.lineno for part in (n, *n.decorator_list)) - 1 for n in tests}
     head = tree.body[0].end_lineno + 2 if ast.get_docstring(tree) is not None else 1
-    found = {number: line for number, line in enumerate(lines, 1) if named.fullmatch(line)}
-    strays = [line for number, line in found.items() if number not in above | {head} and number + 1 not in found]
+    named_lines = {number: line for number, line in enumerate(lines, 1) if named.fullmatch(line)}
+    strays = [line for number, line in named_lines.items() if number not in above | {head} and number + 1 not in named_lines]
     if strays:
         raise AssertionError(f"these lines name rows and stand above no test: {strays}")
-    return {row for line in found.values() for row in line.strip().removeprefix("# ").split(", ")}
+    return {row for line in named_lines.values() for row in line.strip().removeprefix("# ").split(", ")}
 
 
 def find_tests_by_row(prefixes: frozenset[str]) -> dict[str, list[str]]:
@@ -44,11 +44,11 @@ def with_tests(page: str) -> str:
     named = find_tests_by_row(frozenset(row.partition("-")[0] for row in rows(page)))
 
     def row(line: str) -> str:
-        found = ROW.fullmatch(line)
-        if found is None:
+        match = ROW.fullmatch(line)
+        if match is None:
             return line
-        links = ", ".join(f"[{path.removesuffix('.py')}](../tests/{path})" for path in named.get(found[1], ()))
-        return f"| {found[1]} | {found[2]} | {links} |"
+        links = ", ".join(f"[{path.removesuffix('.py')}](../tests/{path})" for path in named.get(match[1], ()))
+        return f"| {match[1]} | {match[2]} | {links} |"
 
     return "\n".join(map(row, page.splitlines())) + "\n"
 

@@ -59,12 +59,12 @@ def test_a_peer_that_cannot_is_a_line_with_its_reason():
     assert lines["nested"].as_json().keys() == {"case", "sizes", "dtype", "who", "unit", "error"}
 
 
-def made(who, forward, backward=None):
+def make_line(who, forward, backward=None):
     return Line("dense", "1,2,3,4", "float32", who, forward_ms=forward, backward_ms=backward, forward_rate=1.0, backward_rate=1.0)
 
 
 def test_ratios_and_table():
-    lines = [made("foci", 2.0, 4.0), made("SDPA", 3.0, 2.0), made("flex", 8.0)]
+    lines = [make_line("foci", 2.0, 4.0), make_line("SDPA", 3.0, 2.0), make_line("flex", 8.0)]
     assert ratios(lines[1], lines[0]) == (1.5, 0.5)
     assert ratios(lines[2], lines[0]) == (4.0, None)
     shown = table(lines, "title")
@@ -74,7 +74,9 @@ def test_ratios_and_table():
 
 def test_summary_is_a_case_in_a_line():
     failed = Line("dense", "1,2,3,4", "float32", "math", error="no memory")
-    assert summary([made("foci", 2.0, 4.0), made("SDPA", 3.0, 2.0), failed]) == "dense 1,2,3,4: 1 / 1, SDPA 1.50 / 0.50, math cannot"
+    assert (
+        summary([make_line("foci", 2.0, 4.0), make_line("SDPA", 3.0, 2.0), failed]) == "dense 1,2,3,4: 1 / 1, SDPA 1.50 / 0.50, math cannot"
+    )
 
 
 def test_every_case_is_compiled_ahead_once_for_each_who_compiles():
@@ -100,10 +102,10 @@ def of_names(*names):
 
 @pytest.mark.slow
 def test_processes_measure_every_case():
-    found = list(measure_beside(of_names("dense", "window", "decode"), SMALL, REQUEST, 2))
-    assert [lines[0].case for lines in found] == ["dense", "window", "decode"]
-    assert all(line.who == "foci" and line.forward_ms > 0 for line, *_ in found)
-    assert [line.who for line in found[0]] == ["foci", "SDPA"]
+    results = list(measure_beside(of_names("dense", "window", "decode"), SMALL, REQUEST, 2))
+    assert [lines[0].case for lines in results] == ["dense", "window", "decode"]
+    assert all(line.who == "foci" and line.forward_ms > 0 for line, *_ in results)
+    assert [line.who for line in results[0]] == ["foci", "SDPA"]
 
 
 def test_cases_are_dealt_in_turn_those_of_flex_attention_first():
@@ -185,8 +187,8 @@ NAMES = ("dense", "causal", "window", "decode", "decode many")
 
 def test_nothing_is_timed_before_all_have_run_and_one_case_is_timed_at_a_time(monkeypatch):
     threads = Threads(monkeypatch)
-    found = list(measure_beside(of_names(*NAMES), SMALL, replace(REQUEST, peers=()), 3))
-    assert [lines[0].case for lines in found] == list(NAMES)
+    results = list(measure_beside(of_names(*NAMES), SMALL, replace(REQUEST, peers=()), 3))
+    assert [lines[0].case for lines in results] == list(NAMES)
     ran, timed = threads.noted[: len(NAMES)], threads.noted[len(NAMES) :]
     assert {what for what, *_ in ran} == {"ran"}
     assert [(what, name) for what, name, _ in timed] == [(what, name) for name in NAMES for what in ("begins", "ends")]
@@ -197,18 +199,18 @@ def test_nothing_is_timed_before_all_have_run_and_one_case_is_timed_at_a_time(mo
 
 def test_a_process_that_dies_before_all_have_run_holds_up_nobody(monkeypatch):
     threads = Threads(monkeypatch, lost=("causal",))
-    found = {lines[0].case: lines[0] for lines in measure_beside(of_names(*NAMES), SMALL, replace(REQUEST, peers=()), 3)}
-    gone = {name for name in NAMES if found[name].error is not None}
+    first_lines = {lines[0].case: lines[0] for lines in measure_beside(of_names(*NAMES), SMALL, replace(REQUEST, peers=()), 3)}
+    gone = {name for name in NAMES if first_lines[name].error is not None}
     assert gone == {"causal", "decode many"}  # of one process
-    assert "ended, exit code -9" in found["decode many"].error
+    assert "ended, exit code -9" in first_lines["decode many"].error
     assert {name for what, name, _ in threads.noted if what == "ends"} == set(NAMES) - gone
 
 
 def test_processes_that_end_at_once_are_lines_that_say_so(monkeypatch):
     monkeypatch.setattr(ahead, "_serve", os._exit)  # which takes no such arguments
-    found = [line for lines in measure_beside(of_names("dense", "decode"), SMALL, REQUEST, 1) for line in lines]
-    assert [(line.case, line.sizes) for line in found] == [("dense", "1,4,64,16"), ("decode", "4,4/1,1x64,16")]
-    assert all("ended, exit code 1" in line.error for line in found)
+    results = [line for lines in measure_beside(of_names("dense", "decode"), SMALL, REQUEST, 1) for line in lines]
+    assert [(line.case, line.sizes) for line in results] == [("dense", "1,4,64,16"), ("decode", "4,4/1,1x64,16")]
+    assert all("ended, exit code 1" in line.error for line in results)
 
 
 def test_what_raises_while_it_is_timed_is_a_line(monkeypatch):
@@ -229,10 +231,10 @@ def test_what_raises_while_it_is_timed_is_a_line(monkeypatch):
 def test_picture(suffix, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     path = tmp_path / f"ratios.{suffix}"
-    draw([made("foci", 2.0, 4.0), made("SDPA", 3.0, 2.0)], path, "title")
+    draw([make_line("foci", 2.0, 4.0), make_line("SDPA", 3.0, 2.0)], path, "title")
     assert path.stat().st_size > 1000
     with pytest.raises(ValueError, match="no peer"):
-        draw([made("foci", 2.0)], path, "title")
+        draw([make_line("foci", 2.0)], path, "title")
 
 
 # ECO-03

@@ -183,9 +183,9 @@ def test_a_slice_of_block_rows_is_attended_as_in_torch():
     query, key, value = torch.randn(3, 1, 2, 300, 16, dtype=torch.float64).unbind()
     scores = (query @ key.mT / 4).masked_fill(torch.ones(300, 300, dtype=torch.bool).triu(1), -torch.inf)
     wanted = scores.softmax(-1) @ value
-    whole = foci.create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu", BLOCK_SIZE=64)
+    block_mask = foci.create_block_mask(MASKS["causal"], None, None, 300, 300, device="cpu", BLOCK_SIZE=64)
     for first, last in ((0, 2), (2, 4), (4, 5)):
-        rows = whole[:, :, first:last]
+        rows = block_mask[:, :, first:last]
         start = first * 64
         rows.mask_mod = lambda b, h, q, kv, start=start: q + start >= kv
         queries = query[:, :, start : last * 64]
@@ -328,13 +328,13 @@ def test_dims_appear_only_where_the_mask_depends_on_them():
 def test_lengths_of_each_sequence_bound_its_blocks():
     q_lengths, kv_lengths = torch.tensor([70, 0, 128, 5]), torch.tensor([100, 60, 0, 5])
     extent = Extent(4, 1, 128, 100, q_lengths, kv_lengths)
-    found = classes_of(lambda b, h, q, kv: q + (kv_len() - q_len()) >= kv, extent, (32, 32), exact=True)
+    actual = classes_of(lambda b, h, q, kv: q + (kv_len() - q_len()) >= kv, extent, (32, 32), exact=True)
     for b, (n, m) in enumerate(zip(q_lengths.tolist(), kv_lengths.tolist())):
         inside = (torch.arange(128)[:, None] < n) & (torch.arange(100) < m)
         attend = (torch.arange(128)[:, None] + (m - n) >= torch.arange(100)) & inside
         some = by_counting(attend, (32, 32), overhang_is_full=False) != EMPTY
         full = (by_counting(inside & ~attend, (32, 32), overhang_is_full=False) == EMPTY) & some
-        assert torch.equal(found[b, 0], some.to(torch.int8) + full.to(torch.int8))
+        assert torch.equal(actual[b, 0], some.to(torch.int8) + full.to(torch.int8))
 
 
 def test_no_blocks():
@@ -357,12 +357,12 @@ def test_resizing_never_lies(data):
     seed = data.draw(st.integers(0, 10**6))
     coarse = torch.rand(2, 1, 5, 5, generator=generator(seed)) < 0.4
     dense = coarse.repeat_interleave(14, -2).repeat_interleave(14, -1)[..., : lengths[0], : lengths[1]]
-    found = resize(by_counting(dense, blocks[0], overhang_is_full=True), *blocks, lengths)
+    actual = resize(by_counting(dense, blocks[0], overhang_is_full=True), *blocks, lengths)
     truth = by_counting(dense, blocks[1], overhang_is_full=True)
-    assert found.shape == truth.shape
-    assert bool(((found == truth) | (found == PARTIAL)).all())
+    assert actual.shape == truth.shape
+    assert bool(((actual == truth) | (actual == PARTIAL)).all())
     if all(new % old == 0 for old, new in zip(*blocks)):
-        assert torch.equal(found, truth)
+        assert torch.equal(actual, truth)
 
 
 def test_combining_is_intersection():
@@ -411,7 +411,7 @@ def test_wrong_arguments_say_what_is_wrong(call, error, message):
 
 def test_block_masks_and_compiled_functions():
     query = torch.randn(1, 2, 40, 8, generator=generator())
-    made = foci.create_block_mask(MASKS["causal"], None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    causal_blocks = foci.create_block_mask(MASKS["causal"], None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
 
     def outside(query, block_mask):
         return foci.flex_attention(query * 1, query, query, block_mask=block_mask)
@@ -420,14 +420,14 @@ def test_block_masks_and_compiled_functions():
         block_mask = foci.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
         return outside(query, block_mask)
 
-    wanted = outside(query, made)
+    wanted = outside(query, causal_blocks)
     compiled = torch.compile(outside, backend="eager", fullgraph=True)
     for length in several(40, 48, 70):
         longer = torch.randn(1, 2, length, 8, generator=generator())
         of_length = foci.create_block_mask(MASKS["causal"], None, None, length, length, device="cpu", BLOCK_SIZE=16)
         torch.testing.assert_close(compiled(longer, of_length), outside(longer, of_length))
     torch.testing.assert_close(torch.compile(inside, backend="eager")(query), wanted)
-    same(torch.compile(foci.create_block_mask, backend="eager")(MASKS["causal"], None, None, 40, 40, "cpu", 16), made)
+    same(torch.compile(foci.create_block_mask, backend="eager")(MASKS["causal"], None, None, 40, 40, "cpu", 16), causal_blocks)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="make block masks outside"):
         torch.compile(inside, backend="eager", fullgraph=True)(query)

@@ -100,8 +100,11 @@ def test_a_wrong_trace_is_found():
 def test_a_wrong_decision_is_found():
     q, k, v = torch.randn(3, 1, 2, 40, 16).unbind(0)
     foci.attention(q, k, v)
-    ((key, found),) = execution._decisions.items()
-    execution._decisions[key] = (dataclasses.replace(found[0], problem=dataclasses.replace(found[0].problem, q_heads=9)), *found[1:])
+    ((key, decision),) = execution._decisions.items()
+    execution._decisions[key] = (
+        dataclasses.replace(decision[0], problem=dataclasses.replace(decision[0].problem, q_heads=9)),
+        *decision[1:],
+    )
     with pytest.raises(StaleCacheError, match="the cache of decisions .* problem"):
         foci.attention(q, k, v, scale=0.5)
 

@@ -39,10 +39,10 @@ def containers(source):
 
 def test_the_table_of_caches_is_whole():
     modules = ((path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py")))
-    found = {f"{module}: {name}" for module, source in modules if not module.startswith("cli/") for name in containers(source)}
+    actual = {f"{module}: {name}" for module, source in modules if not module.startswith("cli/") for name in containers(source)}
     section = DESIGN.read_text(encoding="utf-8").partition("## Caches and other state")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
-    assert found == listed
+    assert actual == listed
 
 
 def test_a_container_is_found():

@@ -120,12 +120,12 @@ def test_env_cuts_nothing_off_in_a_narrow_terminal(monkeypatch):
 
 
 def test_env_says_what_a_compiler_is_worth(monkeypatch):
-    for found, line in (
+    for toolchain, line in (
         (build.Toolchain("/opt/g++", "11.4.0", ""), r"/opt/g\+\+ \(11\.4\.0\) +│ g\+\+ 12 or later is needed"),
         (build.Toolchain("/opt/g++", "13.1.0", ""), r"/opt/g\+\+ \(13\.1\.0\) +│ supported"),
         ("no C++ compiler (9.0)", r"no C\+\+ compiler \(9\.0\) +│ g\+\+ 12 or later is needed"),
     ):
-        monkeypatch.setattr(build, "toolchain", lambda found=found: found)
+        monkeypatch.setattr(build, "toolchain", lambda tool=toolchain: tool)
         assert re.search(line, run("env").output)
 
 
@@ -138,8 +138,8 @@ def test_the_readme_has_the_table_of_releases():
     supported = f"Python {oldest} to {newest}"
     assert supported in text and supported in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line)
-    (whole,) = [version for version, verdict in releases.PYTHONS.items() if verdict == releases.TESTED]
-    assert f"suite on Python {whole} with torch {pins['torch']}" in text
+    (tested_version,) = [version for version, verdict in releases.PYTHONS.items() if verdict == releases.TESTED]
+    assert f"suite on Python {tested_version} with torch {pins['torch']}" in text
     assert text.count(f"g++ {releases.OLDEST_GXX} or later") == 1
 
 

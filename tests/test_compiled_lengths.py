@@ -57,15 +57,15 @@ def units(tree: ast.Module) -> Iterator[ast.stmt]:
 
 def unchecked(source: str) -> list[str]:
     """Functions that compile, call none of `CHECKS`, and state no reason: each with its line."""
-    tree, lines, found = ast.parse(source), source.splitlines(), []
+    tree, lines, messages = ast.parse(source), source.splitlines(), []
     compilers, checks = imported(tree, COMPILERS), imported(tree, CHECKS)
     for unit in units(tree):
         first = min((n.lineno for n in getattr(unit, "decorator_list", ())), default=unit.lineno)
         places = [place.lineno for place in compilations(unit, compilers)]
         stated = REASON.search("\n".join(lines[max(first - 2, 0) : unit.end_lineno]))
         if places and not stated and not checks & calls(unit):
-            found.append(f"{places[0]}: {getattr(unit, 'name', 'at the top')}")
-    return found
+            messages.append(f"{places[0]}: {getattr(unit, 'name', 'at the top')}")
+    return messages
 
 
 @pytest.mark.parametrize("name", FILES)

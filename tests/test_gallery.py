@@ -40,15 +40,15 @@ def test_every_public_name_is_on_the_page():
     assert {gallery.function_of(example) for example in SCORES} == set(gallery.SCORES)
 
 
-def parameters_of(made, function):
+def parameters_of(mod, function):
     """The arguments, with defaults, that made a mask or a score."""
-    _, args, kwargs = made._recipe
+    _, args, kwargs = mod._recipe
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-def whole(tensor, sizes):
+def expand_index(tensor, sizes):
     """An index [B, Hq, Sq, Skv] of a tensor that broadcasts to that."""
     return tensor.expand(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv)
 
@@ -66,40 +66,42 @@ def mask_by_formula(example, sizes):
     mask, names = example.build(sizes), {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "q_len": sizes.Sq, "kv_len": sizes.Skv}
     if name == "document_offsets":  # its mask is one of `document`
         columns = [offsets[:, None, None, None, None] for offsets in example.captures(sizes)]
-        return evaluate(entry, {**names, "offsets": columns[0], "kv_offsets": columns[1], "count": lambda found: found.sum(0)})
-    given = parameters_of(mask, getattr(foci.masks, name))
+        return evaluate(entry, {**names, "offsets": columns[0], "kv_offsets": columns[1], "count": lambda hits: hits.sum(0)})
+    parameters = parameters_of(mask, getattr(foci.masks, name))
     if name == "natten":
-        extent = given["extent"]
+        extent = parameters["extent"]
         attend = torch.ones((), dtype=torch.bool)
         for i, size in enumerate(extent):
-            kernel, dilation = (x[i] if isinstance(x, tuple) else x for x in (given["kernel"], given["dilation"]))
+            kernel, dilation = (x[i] if isinstance(x, tuple) else x for x in (parameters["kernel"], parameters["dilation"]))
             q, kv = (x // math.prod(extent[i + 1 :]) % size for x in (q_idx, kv_idx))
             attend = attend & evaluate(entry, {"q": q, "kv": kv, "extent": size, "kernel": kernel, "dilation": dilation})
         return attend
-    names.update(given)
+    names.update(parameters)
     if name == "window":
-        names.update({side: math.inf if given[side] is None else given[side] for side in ("left", "right")})
-        if given["align"] == "lower_right":
+        names.update({side: math.inf if parameters[side] is None else parameters[side] for side in ("left", "right")})
+        if parameters["align"] == "lower_right":
             names["q_idx"] = q_idx + sizes.Skv - sizes.Sq
     elif name == "global_window":
-        tokens = given["global_tokens"]
+        tokens = parameters["global_tokens"]
         names["is_global"] = lambda i: tokens[i] if isinstance(tokens, torch.Tensor) else i < tokens
     elif name == "prefix_lm":
-        names["prefix"] = torch.as_tensor(given["prefix"]).expand(sizes.B)
+        names["prefix"] = torch.as_tensor(parameters["prefix"]).expand(sizes.B)
     elif name == "document":
-        ids = given["ids"]
-        names["ids"], names["kv_ids"] = (x.expand(sizes.B, x.shape[-1]) for x in (ids, ids if given["kv_ids"] is None else given["kv_ids"]))
-    elif name == "padding" and given["q_lengths"] is None:
+        ids = parameters["ids"]
+        names["ids"], names["kv_ids"] = (
+            x.expand(sizes.B, x.shape[-1]) for x in (ids, ids if parameters["kv_ids"] is None else parameters["kv_ids"])
+        )
+    elif name == "padding" and parameters["q_lengths"] is None:
         names["q_lengths"] = torch.full((sizes.B,), sizes.Sq)
     elif name == "dense":
-        names["mask"] = whole(given["mask"], sizes)
+        names["mask"] = expand_index(parameters["mask"], sizes)
     return evaluate(entry, names)
 
 
 @pytest.mark.parametrize("example", MASKS, ids=lambda example: example.name)
 def test_formula_of_a_mask(example):
     sizes = gallery.sizes_of(example)
-    attend = whole(mask_by_formula(example, sizes), sizes)
+    attend = expand_index(mask_by_formula(example, sizes), sizes)
     assert torch.equal(attend, example.expected(sizes))
     assert torch.equal(attend[0, 0], gallery.picture_of(example).attend)
 
@@ -109,7 +111,7 @@ def test_formula_of_a_score(example):
     sizes, name = gallery.sizes_of(example), gallery.function_of(example)
     b, h, q_idx, kv_idx = sizes.positions()
     score = torch.randn(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    made = example.build(sizes, dtype=torch.float64)
+    score_mod = example.build(sizes, dtype=torch.float64)
     names = {
         "b": b,
         "h": h,
@@ -117,7 +119,7 @@ def test_formula_of_a_score(example):
         "kv_idx": kv_idx,
         "score": score,
         "tanh": torch.tanh,
-        **parameters_of(made, getattr(foci.scores, name)),
+        **parameters_of(score_mod, getattr(foci.scores, name)),
     }
     if name == "alibi":
         slopes = names["slopes"]
@@ -125,7 +127,7 @@ def test_formula_of_a_score(example):
     elif name == "temperature":
         names["value"] = torch.as_tensor(names["value"]).expand(sizes.Hq)
     elif name == "bias":
-        names["values"] = whole(names["values"], sizes)
+        names["values"] = expand_index(names["values"], sizes)
     elif name == "relative_position":
         table = names["table"]
         names["table"], names["k"] = table.expand(sizes.Hq, table.shape[-1]), table.shape[-1] // 2

@@ -91,18 +91,18 @@ def test_a_broken_pack_is_refused(tmp_path, damage):
 def test_no_change_of_a_byte_goes_unnoticed_or_unexplained(tmp_path):
     path, draw = tmp_path / "a.foci-kernels", random.Random(0)
     write_pack(path, "gpu", {}, ENTRIES)
-    whole = path.read_bytes()
+    original = path.read_bytes()
     for _ in range(3000):
-        content = bytearray(whole)
+        content = bytearray(original)
         for _ in range(draw.choice((1, 1, 4))):
             content[draw.randrange(len(content))] = draw.randrange(256)
         path.write_bytes(content)
         try:
             pack = Pack(path)
-            found = [pack.entry(key) for key in pack.names]
+            entries = [pack.entry(key) for key in pack.names]
         except BrokenPack:
             continue
-        assert all(entry.files in [known.files for known in ENTRIES] for entry in found)
+        assert all(entry.files in [known.files for known in ENTRIES] for entry in entries)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"#!/bin/sh"])
@@ -199,10 +199,10 @@ def test_many_processes_compile_a_kernel_once(tmp_path):
     while not log.exists():
         assert killed.poll() is None
         time.sleep(0.1)
-    others = [subprocess.Popen([sys.executable, "-c", CALL], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    processes = [subprocess.Popen([sys.executable, "-c", CALL], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     os.killpg(killed.pid, signal.SIGKILL)
-    said = {process.communicate(timeout=300)[0] for process in others}
-    assert [process.returncode for process in others] == [0, 0]
+    said = {process.communicate(timeout=300)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
     assert len(said) == 1
     assert log.read_text().count("x") == 2  # by the one that was killed, and by one of the others
 

@@ -15,9 +15,9 @@ BUILD = runpy.run_path(str(ROOT / "kernels_hub/build.py"))
 def folder(tmp_path_factory):
     target = tmp_path_factory.mktemp("hub")
     namespace = BUILD["build"](target)
-    found = target / "build" / "torch-cuda"
-    assert json.loads((found / "metadata.json").read_text())["id"] == namespace
-    return found
+    path = target / "build" / "torch-cuda"
+    assert json.loads((path / "metadata.json").read_text())["id"] == namespace
+    return path
 
 
 def test_imports_are_relative_and_reach_a_file(folder):

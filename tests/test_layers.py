@@ -66,11 +66,11 @@ def unit_of(module: str) -> str:
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in sorted((SOURCE / "foci").rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 MODULES = modules()
@@ -90,11 +90,11 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    own = unit_of(module)
+    unit = unit_of(module)
     return [
-        f"{module}:{line} imports {name}: {unit_of(name)} is not below {own}"
+        f"{module}:{line} imports {name}: {unit_of(name)} is not below {unit}"
         for line, name in imports(ast.parse(source))
-        if unit_of(name) != own and LEVEL.get(unit_of(name), len(LAYERS)) >= LEVEL[own]
+        if unit_of(name) != unit and LEVEL.get(unit_of(name), len(LAYERS)) >= LEVEL[unit]
     ]
 
 
@@ -143,8 +143,8 @@ def backends_in(module: str, source: str) -> set[tuple[str, str]]:
 def test_what_is_above_knows_no_backend():
     assert set(BACKENDS) == set(foci.backends._MODULES)
     outside = [name for name in MODULES if not name.startswith("foci.backends")]
-    found = [backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in outside]
-    assert set().union(*found) == BY_NAME
+    names = [backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in outside]
+    assert set().union(*names) == BY_NAME
 
 
 def test_a_backend_that_is_imported_is_found():
@@ -156,8 +156,8 @@ def test_a_backend_that_is_imported_is_found():
 def other_backends_in(module: str, source: str) -> set[tuple[str, str]]:
     """The backends, but its own, that a module below `foci.backends` imports something of."""
     parts = module.split(".")
-    own = parts[2] if len(parts) > 2 else None
-    return {(one, name) for one, name in backends_in(module, source) if name != own}
+    backend = parts[2] if len(parts) > 2 else None
+    return {(one, name) for one, name in backends_in(module, source) if name != backend}
 
 
 BORROWED = {
@@ -167,8 +167,8 @@ BORROWED = {
 
 def test_no_backend_knows_another():
     inside = [name for name in MODULES if name.startswith("foci.backends")]
-    found = [other_backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in inside]
-    assert set().union(*found) == BORROWED
+    names = [other_backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in inside]
+    assert set().union(*names) == BORROWED
 
 
 def test_another_backend_that_is_imported_is_found():

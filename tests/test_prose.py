@@ -23,8 +23,8 @@ def is_fragment(line):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_docstrings_begin_with_a_sentence(path):
-    found = [(name, line) for name, line in first_lines(path.read_text(encoding="utf-8")) if is_fragment(line)]
-    assert found == []
+    fragments = [(name, line) for name, line in first_lines(path.read_text(encoding="utf-8")) if is_fragment(line)]
+    assert fragments == []
 
 
 @pytest.mark.parametrize("line", ["They.", "Of the forward.", "The same for keys.", "What is known."])

@@ -25,13 +25,13 @@ def blocks(*languages):
 
 def printed():
     """{place: text} of each Python example that a block of what it prints follows; places as in `blocks`."""
-    found = {}
+    outputs = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             if match[1] == "python" and (after := PRINTED.match(text, match.end())):
-                found[f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start(2)) + 1}"] = after[1]
-    return found
+                outputs[f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start(2)) + 1}"] = after[1]
+    return outputs
 
 
 PYTHON = dict(blocks("python"))

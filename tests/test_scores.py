@@ -33,10 +33,10 @@ def run(score: Score, values: torch.Tensor) -> torch.Tensor:
 def test_score_and_gradients_equal_the_formula(example, sizes):
     values = torch.randn(sizes.B, sizes.Hq, sizes.Sq, sizes.Skv, dtype=torch.float64, generator=sizes.generator()).requires_grad_()
     ours, plain = (example.captures(sizes, dtype=torch.float64) for _ in range(2))
-    found, wanted = run(example.make(sizes, *ours), values), example.formula(values, sizes, *plain)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    weight = torch.randn_like(found)
-    got = torch.autograd.grad((found * weight).sum(), (values, *ours))
+    actual, wanted = run(example.make(sizes, *ours), values), example.formula(values, sizes, *plain)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(actual)
+    got = torch.autograd.grad((actual * weight).sum(), (values, *ours))
     want = torch.autograd.grad((wanted * weight).sum(), (values, *plain))
     for g, w in zip(got, want):
         torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-10)
@@ -122,15 +122,15 @@ def test_wrong_arguments_say_what_is_wrong(call, error, message):
 def test_numbers_in_place_of_nan_and_infinities_pass_no_gradient(backend):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 24, 8) for _ in range(3))
-    given = torch.randn(24, 24)
-    given[3, 4], given[5, 6], given[7], given[9, 2], given[11, :2] = math.nan, math.inf, -math.inf, -math.inf, math.inf
-    leaves = [t.requires_grad_() for t in (query, key, value, given)]
+    bias = torch.randn(24, 24)
+    bias[3, 4], bias[5, 6], bias[7], bias[9, 2], bias[11, :2] = math.nan, math.inf, -math.inf, -math.inf, math.inf
+    leaves = [t.requires_grad_() for t in (query, key, value, bias)]
     with foci.use(backend):
-        found = foci.attention(query, key, value, score=lambda s, b, h, q, k: torch.nan_to_num(s + given[q, k], -2.0, 3.0, -4.0))
-    replaced = (query @ key.mT / math.sqrt(8) + given).nan_to_num(-2.0, 3.0, -4.0)
+        actual = foci.attention(query, key, value, score=lambda s, b, h, q, k: torch.nan_to_num(s + bias[q, k], -2.0, 3.0, -4.0))
+    replaced = (query @ key.mT / math.sqrt(8) + bias).nan_to_num(-2.0, 3.0, -4.0)
     right = torch.softmax(replaced, -1) @ value
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(actual, right)
     dout = torch.randn_like(right)
-    gradients = torch.autograd.grad(found, leaves, dout)
+    gradients = torch.autograd.grad(actual, leaves, dout)
     torch.testing.assert_close(gradients, torch.autograd.grad(right, leaves, dout))
-    assert not gradients[3][~given.isfinite()].any()
+    assert not gradients[3][~bias.isfinite()].any()

@@ -17,12 +17,12 @@ MOST_OF_KERNELS = 17
 
 def counts(source, *, compiled=False):
     """Parameters of each function, `self` and `cls` aside, that Triton does not compile, or of those that it does."""
-    found = []
+    lengths = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list) == compiled:
             names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            found.append(len(names) - (names[:1] in (["self"], ["cls"])))
-    return found
+            lengths.append(len(names) - (names[:1] in (["self"], ["cls"])))
+    return lengths
 
 
 @pytest.mark.parametrize("path", [*FILES, *TESTS], ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -69,23 +69,23 @@ def specs_of(call, door, monkeypatch):
     return seen
 
 
-def differing(specs, others):
+def differing(specs, other_specs):
     """Names of the fields, those of the environment among them, in which calls differ."""
-    found = set()
-    for one, other in zip(specs, others, strict=False):
-        found |= {name for name in CallSpec._fields if getattr(one, name) != getattr(other, name)}
-        found |= {name for name in Environment._fields if getattr(one.environment, name) != getattr(other.environment, name)}
-    return found
+    names = set()
+    for one, other in zip(specs, other_specs, strict=False):
+        names |= {name for name in CallSpec._fields if getattr(one, name) != getattr(other, name)}
+        names |= {name for name in Environment._fields if getattr(one.environment, name) != getattr(other.environment, name)}
+    return names
 
 
 def test_the_changes_reach_every_field(monkeypatch):
-    found = set()
+    changed_fields = set()
     for door in ("eager", "operator"):
         for base, first in BASES.items():
             specs = specs_of(first, door, monkeypatch)
             for changed in changes(base):
-                found |= differing(specs, specs_of(changed, door, monkeypatch))
-    assert {*CallSpec._fields, *Environment._fields} - found == {"devices", "is_joined"}
+                changed_fields |= differing(specs, specs_of(changed, door, monkeypatch))
+    assert {*CallSpec._fields, *Environment._fields} - changed_fields == {"devices", "is_joined"}
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_gradients_in_rows_are_another_call():
     query, key, value = (t.unflatten(2, (4, 16)).transpose(1, 2) for t in rows.split(64, 2))
     args = (query, key, value, [], *(None,) * 7, [], [], 0.25, 0.0, 0, 0, Formula(PLAIN).line, "blocked")
     out, lse = torch.ops.foci.attention(*args)[:2]
-    given = (torch.randn_like(out), None, None, None, out, lse, "111", *args)
+    inputs = (torch.randn_like(out), None, None, None, out, lse, "111", *args)
     for _ in range(2):
-        apart = torch.ops.foci.attention_backward(*given)
-        joined = torch.ops.foci.attention_backward_rows(*given)
+        apart = torch.ops.foci.attention_backward(*inputs)
+        joined = torch.ops.foci.attention_backward_rows(*inputs)
         assert torch.equal(joined, torch.cat([t.transpose(1, 2).flatten(2) for t in apart], 2))
     one, other = (spec_of_operator(args, None, "111", is_joined=on) for on in (False, True))
     assert one != other

@@ -121,13 +121,13 @@ def formula(case, query, key, value, score, sink, number, seed):
     dropped = weights
     if case.dropout:
         dropped = torch.where(keep(seed, case.dropout, b, h, i, j), weights / (1 - case.dropout), 0.0)
-    found = {
+    results = {
         "lse": torch.where(some, lse, -torch.inf)[..., 0].mT,
         "row_max": logits.amax(-1).mT,
         "column_sums": weights.sum(1).mT,
         "weights": weights.transpose(0, 1),
     }
-    return (dropped @ value).transpose(0, 1), found
+    return (dropped @ value).transpose(0, 1), results
 
 
 def expected(case, tensors, score, sink, seed):
@@ -190,24 +190,24 @@ def paged(dense, length, page=8):
     return pool, table
 
 
-def gradients(found, leaves, wanted):
+def gradients(results, leaves, wanted):
     """Of a weighted sum of all that is differentiable; -inf counts as nothing."""
     generator, total = torch.Generator().manual_seed(7), 0.0
-    for name in sorted(found):
+    for name in sorted(results):
         weights = torch.randn(wanted[name].shape, dtype=torch.float64, generator=generator)
         if name != "row_max":
-            total = total + (torch.where(wanted[name].isfinite(), found[name].double(), 0.0) * weights).sum()
+            total = total + (torch.where(wanted[name].isfinite(), results[name].double(), 0.0) * weights).sum()
     return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
 
-def close(name, found, wanted, dtype):
-    found, wanted = found.detach().double(), wanted.detach().double()
-    assert found.shape == wanted.shape, name
+def close(name, actual, wanted, dtype):
+    actual, wanted = actual.detach().double(), wanted.detach().double()
+    assert actual.shape == wanted.shape, name
     hidden = wanted.isinf()
-    assert torch.equal(found.isinf(), hidden), name
-    found, wanted = found.masked_fill(hidden, 0), wanted.masked_fill(hidden, 0)
+    assert torch.equal(actual.isinf(), hidden), name
+    actual, wanted = actual.masked_fill(hidden, 0), wanted.masked_fill(hidden, 0)
     scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
-    torch.testing.assert_close(found, wanted, atol=TOLERANCES[dtype] * scale, rtol=0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(actual, wanted, atol=TOLERANCES[dtype] * scale, rtol=0, msg=lambda text: f"{name}: {text}")
 
 
 # FLEX-07, FLEX-11, JAG-04
@@ -254,18 +254,18 @@ def agrees(case, labels, ours, exact):
         return function(given_tensors, score, sink)
 
     with foci.use(case.backend):
-        found = found_by(lambda *call: attended(case, *call), *ours)
+        results = found_by(lambda *call: attended(case, *call), *ours)
         torch.manual_seed(case.seed)
         seed = torch.randint(0, 2**63 - 1, (1,))
         wanted = found_by(lambda *call: expected(case, *call, seed), *exact)
-        found = {name: found[name] for name in wanted}
+        results = {name: results[name] for name in wanted}
         for name, value in wanted.items():
-            close(name, found[name], value, case.dtype)
+            close(name, results[name], value, case.dtype)
         named = [(name, mine, wide) for name, mine, wide in zip(labels, ours[0], exact[0], strict=True) if mine.requires_grad]
         if case.layout == "paged":  # pages take no gradient
             named = [row for row in named if row[0] not in ("key", "value")]
         if not named:
             return
-        grads = gradients(found, [mine for _, mine, _ in named], wanted)
+        grads = gradients(results, [mine for _, mine, _ in named], wanted)
         for (name, _, _), grad, other in zip(named, grads, gradients(wanted, [wide for *_, wide in named], wanted), strict=True):
             close(f"gradient of {name}", grad, other, case.dtype)

@@ -108,8 +108,8 @@ NUMBERS = {"captured int": [(7,), (4,), (9,)], "scale": [(0.3,), (0.5,), (1.5,)]
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph(name, backend):
     function, more = CALLS[name]
-    others = NUMBERS.get(name) or [more] * 3
-    calls = [(*qkv(batch=batch), *other) for batch, other in zip((2, 3, 5), others, strict=True)]  # masks fix the other lengths
+    arguments = NUMBERS.get(name) or [more] * 3
+    calls = [(*qkv(batch=batch), *other) for batch, other in zip((2, 3, 5), arguments, strict=True)]  # masks fix the other lengths
     compare(function, calls, fullgraph=True, backend=backend)
 
 

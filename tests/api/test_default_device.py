@@ -48,9 +48,9 @@ def biased(query, key, table):
 
 def forward_and_gradients(call):
     leaves = [t.clone().requires_grad_() for t in (Q, K, TABLE)]
-    found = call(*leaves)
-    loss = sum(t.square().sum() for t in found if t.requires_grad)
-    return *found, *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    results = call(*leaves)
+    loss = sum(t.square().sum() for t in results if t.requires_grad)
+    return *results, *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "blocked", "reference"])
@@ -59,7 +59,7 @@ def test_results_lie_with_the_operands(call, backend):
     with foci.use(backend):
         wanted = forward_and_gradients(call)
         with torch.device("meta"):
-            found = forward_and_gradients(call)
-    for got, want in zip(found, wanted, strict=True):
+            actual = forward_and_gradients(call)
+    for got, want in zip(actual, wanted, strict=True):
         assert got.device.type == "cpu"
         torch.testing.assert_close(got, want)

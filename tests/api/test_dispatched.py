@@ -31,8 +31,8 @@ class Passed(TorchDispatchMode):
 
 def fused(batch=2, length=6, heads=2, width=4):
     """Query, key and value as views of one product, as models make them."""
-    whole = torch.randn(batch, length, 3, heads, width)
-    return [t.transpose(1, 2) for t in whole.unbind(2)]
+    qkv = torch.randn(batch, length, 3, heads, width)
+    return [t.transpose(1, 2) for t in qkv.unbind(2)]
 
 
 def calls_of(*tensors, **options):
@@ -81,10 +81,10 @@ def test_another_call_is_planned_anew(planned, at, value):
     if at == 1:
         args = changed(args, 2, torch.randn(2, 2, 9, 4))
     with torch.no_grad():
-        found = ATTENTION(*args)[0]
+        actual = ATTENTION(*args)[0]
     q, k, v = (t.double() for t in args[:3])
     wanted = torch.softmax(q @ k.mT * args[13], -1) @ v
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
     assert len(planned) == 1
 
 
@@ -117,8 +117,8 @@ def test_a_gradient_laid_out_otherwise_is_copied():
 
 def packed(*lengths):
     """Query, key and value [1, H, T, D] as views of one product, and where sequences begin."""
-    whole = torch.randn(sum(lengths), 3, 2, 4)
-    return [t.transpose(0, 1).unsqueeze(0) for t in whole.unbind(1)], torch.tensor([0, *lengths]).cumsum(0)
+    qkv = torch.randn(sum(lengths), 3, 2, 4)
+    return [t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1)], torch.tensor([0, *lengths]).cumsum(0)
 
 
 @counts_work
@@ -141,9 +141,9 @@ def test_packed_calls_are_planned_once_for_any_number_of_tokens(planned, lengths
     parts = [[t[:, :, a:b] for t in (q, k, v)] for a, b in itertools.pairwise(starts.tolist())]
     wanted = torch.cat([torch.softmax(q @ k.mT / 2, -1) @ v for q, k, v in parts], 2)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(gradients, torch.autograd.grad(wanted.sum(), (q, k, v)), strict=True):
-        assert found.stride()[1:] == (4, 8, 1)
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(gradients, torch.autograd.grad(wanted.sum(), (q, k, v)), strict=True):
+        assert actual.stride()[1:] == (4, 8, 1)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_one_packed_token_is_a_call_of_its_own(planned):

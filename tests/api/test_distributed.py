@@ -59,8 +59,8 @@ def attended(attention, tensors, mask, score, sink, aux, **options):
     """Results of an attention, and gradients of its query, key, value, table and sink."""
     leaves = [t.detach().clone().requires_grad_() for t in tensors]
     query, key, value, table = leaves[:4]
-    found = attention(query, key, value, mask=mask, score=score(table), sink=leaves[4] if sink else None, return_aux=aux, **options)
-    out, more = (found, ()) if aux is None else (found[0], [t for t in found[1] if t is not None])
+    result = attention(query, key, value, mask=mask, score=score(table), sink=leaves[4] if sink else None, return_aux=aux, **options)
+    out, more = (result, ()) if aux is None else (result[0], [t for t in result[1] if t is not None])
     loss = sum((t - 0.3).square().sum() for t in (out, *more) if t.requires_grad)
     return [out, *more], torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
 
@@ -69,18 +69,18 @@ def check(name, shards, rank, compiled):
     mask, score, keys, options = CASES[name]
     generator = torch.Generator().manual_seed(1)
     rand = functools.partial(torch.randn, dtype=torch.float64, generator=generator)
-    whole = [rand(2, 4, 24, 8), rand(2, 2, keys, 8), rand(2, 2, keys, 6), TABLE, rand(4)]
+    full = [rand(2, 4, 24, 8), rand(2, 2, keys, 8), rand(2, 2, keys, 6), TABLE, rand(4)]
     scale, aux, has_sink = options.get("scale"), options.get("aux"), "sink" in options
-    wanted, gradients = attended(foci.attention, whole, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
+    wanted, gradients = attended(foci.attention, full, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
 
-    mine = [*(cut(t, shards, rank) for t in whole[:3]), TABLE, whole[4].chunk(RANKS)[rank] if shards == "heads" else whole[4]]
+    mine = [*(cut(t, shards, rank) for t in full[:3]), TABLE, full[4].chunk(RANKS)[rank] if shards == "heads" else full[4]]
     here = functools.partial(foci.distributed.attention, shards=shards)
     if compiled:
         torch._dynamo.reset()
         # one length: every case starts processes of its own; lengths in graphs are those of test_compile.py
         here = torch.compile(here, backend="aot_eager", fullgraph=True)
-    found, parts = attended(here, mine, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
-    for got, want in zip(found, wanted, strict=True):
+    actual, parts = attended(here, mine, MASKS[mask], SCORES[score], has_sink, aux, scale=scale)
+    for got, want in zip(actual, wanted, strict=True):
         torch.testing.assert_close(got, cut(want, shards, rank))
     for got, want in zip(parts[:3], gradients[:3], strict=True):
         torch.testing.assert_close(got, cut(want, shards, rank))
@@ -95,10 +95,10 @@ def check(name, shards, rank, compiled):
 
 def check_refusal():
     """Of DTensors, which need a group to be made."""
-    whole = distribute_tensor(torch.zeros(1, 2, 4, 8), init_device_mesh("cpu", (RANKS,)), [Shard(1)])
+    full = distribute_tensor(torch.zeros(1, 2, 4, 8), init_device_mesh("cpu", (RANKS,)), [Shard(1)])
     with pytest.raises(TypeError, match=r"^query must be this rank's part as an ordinary tensor; got a DTensor: pass query.to_local\(\)"):
-        foci.distributed.attention(whole, whole, whole, shards="heads")
-    part = whole.to_local()
+        foci.distributed.attention(full, full, full, shards="heads")
+    part = full.to_local()
     assert foci.distributed.attention(part, part, part, shards="heads").shape == (1, 1, 4, 8)
 
 
@@ -106,15 +106,15 @@ def check_modules(wrap, rank):
     """An encoder whose ranks have half of the batch each, its parameters' gradients summed."""
     torch.manual_seed(0)
     layer = foci.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, mask=foci.masks.window(5, 5))
-    whole = foci.nn.TransformerEncoder(layer, 2)
-    model = wrap(copy.deepcopy(whole))
+    reference = foci.nn.TransformerEncoder(layer, 2)
+    model = wrap(copy.deepcopy(reference))
     tokens, padding = torch.randn(4, 12, 16), torch.arange(12) >= torch.tensor([[12], [7], [3], [10]])
-    whole(tokens, src_key_padding_mask=padding).square().sum().backward()
+    reference(tokens, src_key_padding_mask=padding).square().sum().backward()
     mine = slice(2 * rank, 2 * rank + 2)
     (model(tokens[mine], src_key_padding_mask=padding[mine]).square().sum() * RANKS).backward()
-    for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
-        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(found, other.grad, atol=1e-4, rtol=1e-4)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(gradient, other.grad, atol=1e-4, rtol=1e-4)
 
 
 def fully_sharded(model):
@@ -170,10 +170,10 @@ def test_each_rank_finds_its_part(tmp_path, monkeypatch, without, tried):
             torch.multiprocessing.spawn(work, (str(tmp_path / "store"), tried, results), nprocs=RANKS)
         except torch.multiprocessing.ProcessExitedException as error:
             pytest.fail(f"{error}; faulthandler has written where. Before that ended: {sorted(map(str, results.keys()))}")
-        found = dict(results)
+        results_by_case = dict(results)
     for each in tried:
         for rank in range(RANKS):
-            assert found.get((*each, rank), "not reached") is None, each
+            assert results_by_case.get((*each, rank), "not reached") is None, each
 
 
 PART = torch.zeros(1, 2, 4, 8)

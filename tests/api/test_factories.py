@@ -7,12 +7,12 @@ import foci
 
 Q = torch.randn(1, 2, 8, 8)
 CALLS = {
-    "mask": lambda made: foci.attention(Q, Q, Q, mask=made),
-    "block_mask": lambda made: foci.flex_attention(Q, Q, Q, block_mask=made),
-    "mask_mod": lambda made: foci.create_block_mask(made, 1, 1, 8, 8, device="cpu"),
+    "mask": lambda factory: foci.attention(Q, Q, Q, mask=factory),
+    "block_mask": lambda factory: foci.flex_attention(Q, Q, Q, block_mask=factory),
+    "mask_mod": lambda factory: foci.create_block_mask(factory, 1, 1, 8, 8, device="cpu"),
     "function": foci.Mask,
-    "the other mask": lambda made: foci.masks.window(3) & made,
-    "mod_fn": lambda made: foci.create_mask(made, 1, 1, 8, 8, device="cpu"),
+    "the other mask": lambda factory: foci.masks.window(3) & factory,
+    "mod_fn": lambda factory: foci.create_mask(factory, 1, 1, 8, 8, device="cpu"),
 }
 
 

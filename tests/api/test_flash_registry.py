@@ -69,8 +69,8 @@ def gradients(out, tensors):
     return torch.autograd.grad(out, tensors, rand(*out.shape, seed=99).to(out))
 
 
-def close(found, wanted, tolerance=1e-10):
-    for a, b in zip(found, wanted, strict=True):
+def close(actual, wanted, tolerance=1e-10):
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, check_dtype=False)
 
 
@@ -118,17 +118,17 @@ def test_functions_take_what_the_schemas_say(name, function, schema):
 @pytest.mark.parametrize("is_causal, scale", [(False, None), (True, None), (True, 0.3)])
 def test_dense_results_and_gradients(on_cpu, is_causal, scale, lengths, heads_in_rows):
     q, k, v = leaves((2, 4, lengths[0], 16), (2, 2, lengths[1], 16), (2, 2, lengths[1], 16))
-    given = [t.transpose(1, 2).contiguous().transpose(1, 2) if heads_in_rows else t for t in (q, k, v)]
+    inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) if heads_in_rows else t for t in (q, k, v)]
     with foci.observe() as log:
         out, lse, cum_q, cum_k, max_q, max_k, state, offset, debug = aten._scaled_dot_product_flash_attention(
-            *given, 0.0, is_causal, scale=scale
+            *inputs, 0.0, is_causal, scale=scale
         )
-        found = gradients(out, (q, k, v))
+        grads = gradients(out, (q, k, v))
     assert len(log.calls) == len(log.backward_calls) == 1
     assert {call.backend for call in (*log.calls, *log.backward_calls)}.isdisjoint({"aten"})
     wanted, wanted_lse = plain(q, k, v, is_causal=is_causal, scale=scale)
-    close((out, lse, *found), (wanted, wanted_lse, *gradients(wanted, (q, k, v))))
-    assert out.stride() == torch.empty_like(given[0]).stride()
+    close((out, lse, *grads), (wanted, wanted_lse, *gradients(wanted, (q, k, v))))
+    assert out.stride() == torch.empty_like(inputs[0]).stride()
     assert lse.is_contiguous()
     assert (cum_q, cum_k, max_q, max_k) == (None, None, *lengths)
     assert (state.shape, offset.shape, debug.shape) == ((2,), (), (0,))
@@ -137,9 +137,9 @@ def test_dense_results_and_gradients(on_cpu, is_causal, scale, lengths, heads_in
 
 def test_dtypes_and_strides_are_those_of_torchs_meta_kernels(on_cpu):
     q, k, v = (t.transpose(1, 2) for t in leaves(*[(2, 24, 4, 16)] * 3, dtype=torch.bfloat16))
-    made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    results = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
     meta = aten._scaled_dot_product_flash_attention(*(t.detach().to("meta") for t in (q, k, v)), 0.0, True)
-    for a, b in zip(made, meta, strict=True):
+    for a, b in zip(results, meta, strict=True):
         if isinstance(a, torch.Tensor):
             assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         else:
@@ -161,8 +161,8 @@ def test_windows_of_dense_sequences(on_cpu, is_causal, window):
 
 def by_sequence(q, k, v, q_lengths, k_lengths, **how):
     parts = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
-    made = [plain(*(t.transpose(0, 1)[None] for t in part), **how) for part in parts]
-    return torch.cat([out[0].transpose(0, 1) for out, _ in made]), torch.cat([lse[0] for _, lse in made], 1)
+    results = [plain(*(t.transpose(0, 1)[None] for t in part), **how) for part in parts]
+    return torch.cat([out[0].transpose(0, 1) for out, _ in results]), torch.cat([lse[0] for _, lse in results], 1)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 5)])
@@ -184,10 +184,10 @@ def test_packed_sequences_by_varlen_attn(on_cpu, window):
     offsets = torch.tensor([0, 3, 11, 16], dtype=torch.int32)
     with foci.observe() as log:
         out = varlen_attn(q, k, v, offsets, offsets, 8, 8, **attends(window))
-        found = gradients(out, (q, k, v))
+        grads = gradients(out, (q, k, v))
     assert len(log.calls) == len(log.backward_calls) == 1
     wanted, _ = by_sequence(q, k, v, [3, 8, 5], [3, 8, 5], left=window[0], right=window[1])
-    close((out, *found), (wanted, *gradients(wanted, (q, k, v))))
+    close((out, *grads), (wanted, *gradients(wanted, (q, k, v))))
 
 
 def test_keys_in_use_and_results_in_place(on_cpu):
@@ -197,8 +197,8 @@ def test_keys_in_use_and_results_in_place(on_cpu):
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
     close((out, lse), by_sequence(q, k[kept], v[kept], [3, 5], [4, 7], is_causal=True))
     into = torch.full_like(q, torch.nan)
-    found = flash.flash_forward_into(into, q, k, v, cu_q, cu_k, 5, 7, 0.0, True, False, seqused_k=used)
-    close((into, found), (out, lse))
+    actual = flash.flash_forward_into(into, q, k, v, cu_q, cu_k, 5, 7, 0.0, True, False, seqused_k=used)
+    close((into, actual), (out, lse))
 
 
 def test_autocast_has_had_its_turn(on_cpu):
@@ -270,11 +270,11 @@ def test_scaled_dot_product_attention_on_a_gpu(active, kv_heads, head_dim, is_ca
     tensors = [t.detach().cuda().requires_grad_() for t in leaves(*shapes, dtype=torch.bfloat16)]
     with foci.observe() as log, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=kv_heads != 4)
-        found = gradients(out, tensors)
+        grads = gradients(out, tensors)
     assert len(log.calls) == len(log.backward_calls) == 1
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
     wanted, _ = plain(*exact, is_causal=is_causal)
-    close([t.cpu().double() for t in (out, *found)], [wanted, *gradients(wanted, exact)], 4e-2)
+    close([t.cpu().double() for t in (out, *grads)], [wanted, *gradients(wanted, exact)], 4e-2)
     registry.restore_flash_attention_impl()
     with foci.observe() as log, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         close([F.scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=kv_heads != 4)], [out], 4e-2)
@@ -291,11 +291,11 @@ def test_varlen_attn_on_a_gpu(active, window):
     offsets = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     with foci.observe() as log:
         out = varlen_attn(*tensors, offsets, offsets, 128, 128, **attends(window))
-        found = gradients(out, tensors)
+        grads = gradients(out, tensors)
     assert len(log.calls) == len(log.backward_calls) == 1
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
     wanted, _ = by_sequence(*exact, lengths, lengths, left=window[0], right=window[1])
-    close([t.cpu().double() for t in (out, *found)], [wanted, *gradients(wanted, exact)], 4e-2)
+    close([t.cpu().double() for t in (out, *grads)], [wanted, *gradients(wanted, exact)], 4e-2)
 
 
 @pytest.mark.gpu
@@ -310,9 +310,9 @@ def test_compiled_and_by_focis_own_entry_point_on_a_gpu(active):
 
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = layer(*tensors)
-        found = gradients(out, tensors)
+        grads = gradients(out, tensors)
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
     wanted, _ = plain(exact[0] * 1.5, *exact[1:], is_causal=True)
-    close([t.cpu().double() for t in (out, *found)], [wanted, *gradients(wanted, exact)], 4e-2)
-    own = foci.attention(*tensors, mask=foci.masks.causal(), scale=1.5 / 8)  # whichever backend: no call goes in circles
-    close([own.cpu().double()], [wanted], 4e-2)
+    close([t.cpu().double() for t in (out, *grads)], [wanted, *gradients(wanted, exact)], 4e-2)
+    ours = foci.attention(*tensors, mask=foci.masks.causal(), scale=1.5 / 8)  # whichever backend: no call goes in circles
+    close([ours.cpu().double()], [wanted], 4e-2)

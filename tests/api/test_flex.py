@@ -434,13 +434,13 @@ def test_a_thousand_lengths():
 # FLEX-11
 def test_dropout():
     q, k, v = qkv()
-    found = []
+    runs = []
     for backend in BACKENDS:
         with foci.use(backend):
             torch.manual_seed(4)
             out = foci.attention(q, k, v, score=SCORES["tanh"], mask=lambda b, h, i, j: i >= j - 3, dropout_p=0.3)
-            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
+            runs.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(runs[0], runs[1], atol=1e-9, rtol=1e-9)
 
 
 # FLEX-07

@@ -111,11 +111,11 @@ def test_each_kernel_is_of_the_lengths_and_heads_it_is_given(registered):
 
 def moved(tensor, *, by):
     """A copy that begins so many elements behind a multiple of 16 bytes."""
-    whole = torch.empty(tensor.numel() + 16, dtype=tensor.dtype)
-    start = -whole.data_ptr() // whole.itemsize % 4 + by
-    made = whole[start : start + tensor.numel()].view(tensor.shape)
-    assert made.data_ptr() % 16 == by * tensor.itemsize
-    return made.copy_(tensor)
+    storage = torch.empty(tensor.numel() + 16, dtype=tensor.dtype)
+    start = -storage.data_ptr() // storage.itemsize % 4 + by
+    view = storage[start : start + tensor.numel()].view(tensor.shape)
+    assert view.data_ptr() % 16 == by * tensor.itemsize
+    return view.copy_(tensor)
 
 
 def by_eager(q, k, v, table):
@@ -142,10 +142,10 @@ def test_a_captured_tensor_that_lies_oddly_is_not_taken_for_a_query_that_does(re
     monkeypatch.setattr(execution, "_is_aligned", lambda *tensors: all(map(is_aligned, tensors)))  # as on a GPU
     q, k, v, table = *(moved(torch.randn(1, 4, 12, 8), by=0) for _ in range(3)), moved(torch.randn(4), by=0)
     odd_q, odd_table = moved(q, by=1), moved(table, by=1)
-    for given in ((q, odd_table), (odd_q, table), (q, table), (odd_q, odd_table), (q, odd_table)):
+    for inputs in ((q, odd_table), (odd_q, table), (q, table), (odd_q, odd_table), (q, odd_table)):
         for _ in range(2):
-            way(given[0], k, v, given[1])
-            assert registered.forwards[-1][1].aligned == (given[0] is q)
+            way(inputs[0], k, v, inputs[1])
+            assert registered.forwards[-1][1].aligned == (inputs[0] is q)
 
 
 # SDPA-11, SDPA-12
@@ -156,9 +156,9 @@ def test_grouped_heads_of_a_packed_projection_are_not_copied(registered, kv_head
     foci.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
     for operands in (registered.forwards[0], registered.backwards[0][0]):
         assert operands.key.shape == operands.value.shape == (2, kv_heads, 5, 8)
-        for given, handed in zip((query, key, value), (operands.query, operands.key, operands.value), strict=True):
-            assert same_memory(given, handed)
-            assert handed.stride() == given.stride()
+        for tensor, handed in zip((query, key, value), (operands.query, operands.key, operands.value), strict=True):
+            assert same_memory(tensor, handed)
+            assert handed.stride() == tensor.stride()
 
 
 # JAG-06

@@ -118,17 +118,17 @@ def test_gradients_of_captured_tensors(backend):
 def test_gradients_of_captured_tensors_alone(options):
     q, k, v = (t.detach() for t in (nested((3, 5), 2, 8)[1], *(nested((3, 5), 2, 8, seed=n)[1] for n in (1, 2))))
     k, v = (torch.nested.nested_tensor_from_jagged(t.transpose(1, 2).values(), offsets=q.offsets()).transpose(1, 2) for t in (k, v))
-    found = []
+    gradients = []
     for learn in (False, True):
         table, holder = rand(2, 5, 5).requires_grad_(), [1.0]
         by_name = {
             "table": table if "bias" in options else lambda s, b, h, i, j: s + table[h, i, j],
             "unseen": lambda s, b, h, i, j: s * holder[0] + table[h, i, j],
         }
-        given = [t.detach().requires_grad_(learn) for t in (q, k, v)]
-        out = foci.attention(*given, **{name: by_name[way] for name, way in options.items()})
-        found.append(torch.autograd.grad(unpacked(out).square().sum(), table)[0])
-    torch.testing.assert_close(*found)
+        inputs = [t.detach().requires_grad_(learn) for t in (q, k, v)]
+        out = foci.attention(*inputs, **{name: by_name[way] for name, way in options.items()})
+        gradients.append(torch.autograd.grad(unpacked(out).square().sum(), table)[0])
+    torch.testing.assert_close(*gradients)
 
 
 # JAG-04
@@ -158,15 +158,15 @@ def test_dropout_is_that_of_the_dense_call():
     lengths = (6, 6)
     values, q = nested(lengths, 4, 8)
     dense = torch.cat(pieces(values, lengths))
-    found = []
+    results = []
     for backend in BACKENDS:
         with foci.use(backend):
             torch.manual_seed(3)
-            found.append(unpacked(foci.attention(q, q, q, dropout_p=0.4)))
+            results.append(unpacked(foci.attention(q, q, q, dropout_p=0.4)))
             torch.manual_seed(3)
-            found.append(foci.attention(dense, dense, dense, dropout_p=0.4).transpose(1, 2).flatten(0, 1))
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other)
+            results.append(foci.attention(dense, dense, dense, dropout_p=0.4).transpose(1, 2).flatten(0, 1))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other)
 
 
 # JAG-01
@@ -235,7 +235,7 @@ def test_by_the_tensors_inside_as_by_their_operations(monkeypatch, same, options
     query, key = (torch.nested.nested_tensor_from_jagged(t, e) for t, e in zip(leaves, (ends[0], ends[1 - same])))
     value = torch.nested.nested_tensor_from_jagged(leaves[2], key.offsets())
     inputs = [t.transpose(1, 2) for t in (query, key, value)]
-    weights, now, found = torch.randn(17, 2, 8, dtype=torch.float64), jagged.attend_nested_now, []
+    weights, now, runs = torch.randn(17, 2, 8, dtype=torch.float64), jagged.attend_nested_now, []
     for way in (now, lambda *_: None):
         taken = []
         monkeypatch.setattr(jagged, "attend_nested_now", lambda *args, way=way, taken=taken: (taken.append(way(*args)), taken[-1])[1])
@@ -246,10 +246,10 @@ def test_by_the_tensors_inside_as_by_their_operations(monkeypatch, same, options
         with torch.no_grad():
             again = foci.attention(*inputs, **options)
         assert [t is not None for t in taken] == [way is now] * 2
-        found.append([out.values(), again.values(), *gradients])
+        runs.append([out.values(), again.values(), *gradients])
         assert out.shape == inputs[0].shape
         assert not again.requires_grad
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*runs)
 
 
 def test_what_is_left_to_nested_operations(monkeypatch):
@@ -277,9 +277,9 @@ def test_functions_of_torch_are_traced_for_nested_tensors():
     def score(s, b, h, q_idx, kv_idx):
         return s + torch.exp2(h * -1.0) * torch.tanh(kv_idx - q_idx)
 
-    found = unpacked(foci.attention(njt, njt, njt, score=score))
+    actual = unpacked(foci.attention(njt, njt, njt, score=score))
     wanted = torch.cat([foci.attention(part, part, part, score=score)[0].transpose(0, 1) for part in pieces(values, lengths)])
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_undefined_gradients():

@@ -53,11 +53,11 @@ SHAPED = {
 def test_results_carry_what_the_query_knows_of_its_sequences(name):
     q = SHAPED[name]() if name in SHAPED else heads_second(told(*QUERY))
     results = OF_CALLS.get(name, OF_CALLS["sdpa"] if name == "ragged before the length" else OF_CALLS["plain"])(q)
-    out, *others = results if isinstance(results, tuple) else (results,)
-    found = [out, *(t for t in (others[0][:2] if others and isinstance(others[0], tuple) else others) if t is not None)]
+    out, *more = results if isinstance(results, tuple) else (results,)
+    nested_results = [out, *(t for t in (more[0][:2] if more and isinstance(more[0], tuple) else more) if t is not None)]
     if out.requires_grad and q.lengths() is None:
-        found.append(torch.autograd.grad(out.values().sum(), q)[0])
-    for nested_one in found:
+        nested_results.append(torch.autograd.grad(out.values().sum(), q)[0])
+    for nested_one in nested_results:
         assert nested_one.offsets() is q.offsets()
         assert nested_one.lengths() is q.lengths()
         assert (nested_one._maybe_min_seqlen, nested_one._maybe_max_seqlen) == (0, 7)

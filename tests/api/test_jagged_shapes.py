@@ -88,8 +88,8 @@ def test_a_narrowed_batch_of_one(which):
         out, calls = foci.attention(many, one, one).unbind(), [(p, part, part) for p in pieces(values, lengths)]
     want = [F.scaled_dot_product_attention(*call)[0] for call in calls]
     torch.testing.assert_close(list(out), want)
-    found = [torch.autograd.grad(sum(t.square().sum() for t in ts), (base, values)) for ts in (out, want)]
-    torch.testing.assert_close(*found)
+    gradients = [torch.autograd.grad(sum(t.square().sum() for t in ts), (base, values)) for ts in (out, want)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_one_sequence_per_head_without_a_head_dim():
@@ -153,9 +153,9 @@ def test_one_query_head_beside_many_heads_of_the_same_sequences(needs_grad, back
     values, keys = nested((3, 0, 5), 4, 8)
     rows = rand(8, 1, 8, seed=3).requires_grad_(needs_grad)
     query = torch.nested.nested_tensor_from_jagged(rows, offsets=keys.offsets()).transpose(1, 2)
-    whole = torch.nested.nested_tensor_from_jagged(rows.expand(-1, 4, -1), offsets=keys.offsets()).transpose(1, 2)
+    expanded_query = torch.nested.nested_tensor_from_jagged(rows.expand(-1, 4, -1), offsets=keys.offsets()).transpose(1, 2)
     with foci.use(backend):
-        found, want = (unpacked(foci.attention(q, keys, keys, mask=foci.masks.causal())) for q in (query, whole))
-    torch.testing.assert_close(found, want)
+        actual, want = (unpacked(foci.attention(q, keys, keys, mask=foci.masks.causal())) for q in (query, expanded_query))
+    torch.testing.assert_close(actual, want)
     inputs = (rows, values) if needs_grad else (values,)
-    torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), inputs) for t in (found, want)))
+    torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), inputs) for t in (actual, want)))

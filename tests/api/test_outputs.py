@@ -13,14 +13,14 @@ import foci
 # SDPA-08
 def test_dropout_is_a_function_of_seed_and_position():
     q, k, v = (rand(2, 4, 70, 8, seed=n).requires_grad_() for n in range(3))
-    found = []
+    runs = []
     for backend in ("reference", "blocked", None):
         with use(backend):
             torch.manual_seed(11)
             out = foci.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
-            found.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
+            runs.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
             torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
 

@@ -31,8 +31,8 @@ def inputs(length, page=PAGE, dtype=torch.float32, device="cpu"):
     for pool in pools:
         pool[[5, 6, 8]] = torch.nan  # pages of other rows
         pool[11, :, 37 % page :] = torch.nan  # places behind the end of row 0
-    given = (t.to(device, dtype) for t in (query, *pools))
-    return *given, torch.tensor(TABLES[page], device=device), torch.tensor(LENGTHS, device=device)
+    tensors = (t.to(device, dtype) for t in (query, *pools))
+    return *tensors, torch.tensor(TABLES[page], device=device), torch.tensor(LENGTHS, device=device)
 
 
 def one_row(query, key, value, table, lengths, b, **options):
@@ -54,21 +54,21 @@ VARIANTS = {
 @pytest.mark.parametrize(("length", "page"), [(1, 8), (5, 12), (1, 32), (16, 32), (20, 32)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_each_row_in_one_piece(backend, device, length, page, name):
-    given = inputs(length, page, device=device)
+    arguments = inputs(length, page, device=device)
     # Triton reads pages where they lie; it adds up their columns from gathered ones
     asked = foci.AuxRequest(lse=True, row_max=True, column_sums=backend != "triton")
     with foci.use(backend), foci.observe() as log:
-        out, aux = foci.paged_attention(*given, **VARIANTS[name], return_aux=asked)
+        out, aux = foci.paged_attention(*arguments, **VARIANTS[name], return_aux=asked)
     assert [call.backend for call in log.calls] == [backend]
     assert out.shape == (B, HQ, length, DV)
     for b in range(B):
         with foci.use("reference"):
-            wanted, other = one_row(*given, b, **VARIANTS[name], return_aux=asked)
+            wanted, other = one_row(*arguments, b, **VARIANTS[name], return_aux=asked)
         torch.testing.assert_close(out[b : b + 1], wanted)
         torch.testing.assert_close(aux.lse[b : b + 1], other.lse)
         torch.testing.assert_close(aux.row_max[b : b + 1], other.row_max)
         if asked.column_sums:
-            assert aux.column_sums.shape[2] == given[3].shape[1] * page
+            assert aux.column_sums.shape[2] == arguments[3].shape[1] * page
             torch.testing.assert_close(aux.column_sums[b : b + 1, :, : LENGTHS[b]], other.column_sums)
             assert not aux.column_sums[b, :, LENGTHS[b] :].any()
 
@@ -84,27 +84,27 @@ def test_gradients_of_query_captures_and_sink(backend, device):
 
     with foci.use(backend):
         out = foci.paged_attention(leaves[0], key, value, table, lengths, score=score, sink=leaves[2])
-    found = torch.autograd.grad(out.sin().sum(), leaves)
+    gradients = torch.autograd.grad(out.sin().sum(), leaves)
     with foci.use("reference"):
         dense = torch.cat([one_row(leaves[0], key, value, table, lengths, b, score=score, sink=leaves[2]) for b in range(B)])
-    for a, b in zip(found, torch.autograd.grad(dense.sin().sum(), leaves)):
+    for a, b in zip(gradients, torch.autograd.grad(dense.sin().sum(), leaves)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_bound_of_lengths_limits_what_is_read():
-    given = inputs(1)
-    out, aux = foci.paged_attention(*given, max_kv=39, return_aux=foci.AuxRequest(column_sums=True))
-    torch.testing.assert_close(out, foci.paged_attention(*given))
+    arguments = inputs(1)
+    out, aux = foci.paged_attention(*arguments, max_kv=39, return_aux=foci.AuxRequest(column_sums=True))
+    torch.testing.assert_close(out, foci.paged_attention(*arguments))
     assert aux.column_sums.shape[2] == 39
 
 
 def test_dropout_is_that_of_the_row():
-    given = inputs(5)
+    arguments = inputs(5)
     torch.manual_seed(3)
-    found = foci.paged_attention(*given, dropout_p=0.4)
+    out = foci.paged_attention(*arguments, dropout_p=0.4)
     torch.manual_seed(3)
     with foci.use("reference"):
-        torch.testing.assert_close(found, foci.paged_attention(*given, dropout_p=0.4))
+        torch.testing.assert_close(out, foci.paged_attention(*arguments, dropout_p=0.4))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -114,8 +114,8 @@ def test_under_torch_compile(dynamic):
 
     compiled = torch.compile(decode, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for length in several(1, 3, 5):
-        given = inputs(length)
-        torch.testing.assert_close(compiled(*given), decode(*given))
+        arguments = inputs(length)
+        torch.testing.assert_close(compiled(*arguments), decode(*arguments))
 
 
 def test_passes_opcheck():
@@ -148,9 +148,9 @@ def test_passes_opcheck():
     ],
 )
 def test_bad_arguments_are_named(changes, error, words):
-    given = dict(zip(("query", "key", "value", "page_table", "kv_lengths"), inputs(1)))
+    arguments = dict(zip(("query", "key", "value", "page_table", "kv_lengths"), inputs(1)))
     with pytest.raises(error, match=words):
-        foci.paged_attention(**(given | changes))
+        foci.paged_attention(**(arguments | changes))
 
 
 # JAG-09

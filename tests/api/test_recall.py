@@ -41,8 +41,8 @@ def test_other_tensors_captures_and_numbers(grad):
         if grad:
             weights = torch.randn_like(got)
             inputs = (q, k, v, slopes)
-            found, sought = (torch.autograd.grad(out, inputs, weights) for out in (got, want))
-            torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+            actual, sought = (torch.autograd.grad(out, inputs, weights) for out in (got, want))
+            torch.testing.assert_close(actual, sought, rtol=1e-4, atol=1e-4)
     known = [call for call in call_cache._calls.values() if call.outline.chosen.decision.plan.backend != "reference"]
     assert len(known) == 2  # one for each number
 
@@ -84,8 +84,8 @@ def test_dropout_draws_anew():
         want = reference(q, k, v, dropout_p=0.5)
         torch.testing.assert_close(got, want)
         weights = torch.randn_like(got)
-        found, sought = (torch.autograd.grad(out, (q, k, v), weights) for out in (got, want))
-        torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+        actual, sought = (torch.autograd.grad(out, (q, k, v), weights) for out in (got, want))
+        torch.testing.assert_close(actual, sought, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="dropout_p"):
         foci.attention(q, k, v, dropout_p=1.5)
 
@@ -113,8 +113,8 @@ def test_masks_and_biases_given_as_tensors_are_known():
         got, want = foci.attention(q, k, v, mask=keep, bias=bias), reference(q, k, v, mask=keep, bias=bias)
         torch.testing.assert_close(got, want)
         weights = torch.randn_like(got)
-        found, sought = (torch.autograd.grad(out, (q, k, v, bias), weights) for out in (got, want))
-        torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+        actual, sought = (torch.autograd.grad(out, (q, k, v, bias), weights) for out in (got, want))
+        torch.testing.assert_close(actual, sought, rtol=1e-4, atol=1e-4)
     assert len(call_cache._calls) == 2  # by either backend
 
 
@@ -240,8 +240,8 @@ def test_one_captured_tensor_in_two_places_is_not_taken_for_two():
                 got, want = foci.attention(q, k, v, **make(*pair)), by_formula(q, k, v, make(*pair))
                 torch.testing.assert_close(got, want)
                 inputs = [q, k, v, *({one} & {*pair}), *({other} & {*pair})]
-                found, sought = (torch.autograd.grad(out.sum(), inputs, materialize_grads=True) for out in (got, want))
-                torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+                actual, sought = (torch.autograd.grad(out.sum(), inputs, materialize_grads=True) for out in (got, want))
+                torch.testing.assert_close(actual, sought, rtol=1e-4, atol=1e-4)
 
 
 def by_formula(q, k, v, functions):

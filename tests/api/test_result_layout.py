@@ -24,8 +24,8 @@ APART = ("[B, H, S, D]", "part of a head")  # each head's rows by themselves
 
 def tensors(layout, dtype=torch.float32, heads=H):
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(B, n, S, D, generator=generator, dtype=dtype) for n in (H, heads, heads)]
-    return LAYOUTS[layout](made[0]), made[1], made[2]
+    operands = [torch.randn(B, n, S, D, generator=generator, dtype=dtype) for n in (H, heads, heads)]
+    return LAYOUTS[layout](operands[0]), operands[1], operands[2]
 
 
 def order(tensor):
@@ -72,19 +72,19 @@ def test_of_every_backend(backend, layout):
 def test_compiled_with_gradients(layout, dynamic):
     """The operator's promise of strides is what it gives, and views of the result stay views."""
 
-    def whole(q, k, v):
+    def attend(q, k, v):
         out = foci.attention(q, k, v, mask=foci.masks.causal())
         return out.view(-1, *out.shape[2:]) if layout in APART else out.transpose(1, 2).flatten(2)
 
     torch._dynamo.reset()
-    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for more in several(0, 3, 7):
-        given, found = resize(tensors(layout), {S: S + more}), []
-        for function in (whole, compiled):
-            leaves = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in given]
+        inputs, runs = resize(tensors(layout), {S: S + more}), []
+        for function in (attend, compiled):
+            leaves = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in inputs]
             out = function(*leaves)
-            found.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
-        torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-5)
+            runs.append((out, *torch.autograd.grad(out.sin().sum(), leaves)))
+        torch.testing.assert_close(runs[0], runs[1], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

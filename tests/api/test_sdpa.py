@@ -215,7 +215,7 @@ def test_no_head_dim_gives_equal_weights(entry):
     causal, offsets = foci.masks.causal(), torch.tensor([0, 5, 10])
     packed = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     nested = [torch.nested.nested_tensor_from_jagged(t, offsets, min_seqlen=5, max_seqlen=5).transpose(1, 2) for t in packed]
-    found = {
+    out = {
         "sdpa": lambda: foci.scaled_dot_product_attention(q, k, v, is_causal=True),
         "attention": lambda: foci.attention(q, k, v, mask=causal),
         "flex": lambda: foci.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf)),
@@ -224,8 +224,8 @@ def test_no_head_dim_gives_equal_weights(entry):
         # one length: the head dim is what is special here
         "compiled": lambda: torch.compile(lambda *t: foci.attention(*t, mask=causal), fullgraph=True, backend="aot_eager")(q, k, v),
     }[entry]()
-    torch.testing.assert_close(found, means)
-    gradients = torch.autograd.grad(found.sin().sum(), (q, k, v))
+    torch.testing.assert_close(out, means)
+    gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
     assert [tuple(g.shape) for g in gradients[:2]] == [(2, 4, 5, 0)] * 2
     torch.testing.assert_close(gradients[2], torch.autograd.grad(means.sin().sum(), v)[0])
     with torch.no_grad():  # torch 2.12 gives zeros here, other releases what stands below

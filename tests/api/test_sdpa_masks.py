@@ -153,16 +153,16 @@ def test_grouped_heads_with_a_mask():
 def test_rows_without_keys(kind, backend):
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[1] = mask[4] = False
-    given = mask if kind == "bool" else torch.zeros(5, 7).double().masked_fill(~mask, -torch.inf).requires_grad_()
+    attn_mask = mask if kind == "bool" else torch.zeros(5, 7).double().masked_fill(~mask, -torch.inf).requires_grad_()
     q, k, v = (t.requires_grad_() for t in (rand(2, 3, 5, 8), rand(2, 3, 7, 8), rand(2, 3, 7, 8)))
     with use(backend):
-        out = foci.scaled_dot_product_attention(q, k, v, given)
+        out = foci.scaled_dot_product_attention(q, k, v, attn_mask)
         _, aux = foci.attention(
             q,
             k,
             v,
-            mask=given if kind == "bool" else None,
-            bias=None if kind == "bool" else given,
+            mask=attn_mask if kind == "bool" else None,
+            bias=None if kind == "bool" else attn_mask,
             return_aux=foci.AuxRequest(lse=True, weights=True),
         )
         out.backward(rand(*out.shape))
@@ -170,7 +170,7 @@ def test_rows_without_keys(kind, backend):
     assert not aux.weights[:, :, [1, 4]].any()
     assert bool((aux.lse[:, :, [1, 4]] == -torch.inf).all())
     assert not q.grad[:, :, [1, 4]].any()
-    for grad in (q.grad, k.grad, v.grad, *([given.grad] if kind == "float" else [])):
+    for grad in (q.grad, k.grad, v.grad, *([attn_mask.grad] if kind == "float" else [])):
         assert bool(grad.isfinite().all())
     keep = mask.any(1)
     torch.testing.assert_close(out[:, :, keep], math_path(q, k, v, mask)[:, :, keep])

@@ -132,18 +132,18 @@ def test_tensors_over_more_than_two_to_the_31_elements(far, backend):
         pytest.skip(str(build.obstacle()))
     sizes, most = (2, 2, 20, 16), 2**31
     strides = {"batch": (most, 320, 16, 1), "heads": (320, most, 16, 1), "rows": (320, 640, most // 19 + 16, 1)}[far]
-    whole = torch.empty(most + 10000, dtype=torch.float16)
-    views = [whole.as_strided(sizes, strides, 1280 * n) for n in range(3)]
+    storage = torch.empty(most + 10000, dtype=torch.float16)
+    views = [storage.as_strided(sizes, strides, 1280 * n) for n in range(3)]
     assert sum((size - 1) * stride for size, stride in zip(sizes, strides)) > most
     near = [torch.randn(sizes).half().requires_grad_() for _ in views]
     for view, tensor in zip(views, near):
         view.copy_(tensor.detach())
-    found = []
+    runs = []
     with foci.use(backend):
-        for given in (near, [view.requires_grad_() for view in views]):
-            out = foci.scaled_dot_product_attention(*given, is_causal=True)
-            found.append((out, *torch.autograd.grad(out.float().square().sum(), given)))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        for operands in (near, [view.requires_grad_() for view in views]):
+            out = foci.scaled_dot_product_attention(*operands, is_causal=True)
+            runs.append((out, *torch.autograd.grad(out.float().square().sum(), operands)))
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
 def test_memory_layout_of_the_result():
@@ -171,5 +171,5 @@ def test_views_that_stand_for_their_opposite(name):
     q, k, v = (rand(1, 2, 5, 5, dtype=torch.float32, seed=n).requires_grad_() for n in range(3))
     bias = rand(5, 5, dtype=torch.float32)
     for _ in range(2):  # the second call is known
-        found = OPPOSITE[name](torch._neg_view, q, k, v, bias)
-        torch.testing.assert_close(found, OPPOSITE[name](torch.neg, q, k, v, bias))
+        actual = OPPOSITE[name](torch._neg_view, q, k, v, bias)
+        torch.testing.assert_close(actual, OPPOSITE[name](torch.neg, q, k, v, bias))

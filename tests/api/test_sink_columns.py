@@ -40,10 +40,10 @@ def test_dense(backend):
     q, k, v, b, s = (t.detach().to(dtype).requires_grad_() for t in (query, key, value, bias, sink))
     with foci.use(backend):
         _, aux = foci.attention(q, k, v, mask=aligned_right, score=lambda x, n, h, i, j: x + b[h, i, j], sink=s, return_aux=COLUMNS)
-        found = torch.autograd.grad(aux.column_sums, (q, k, b, s), cotangent.to(dtype))
+        gradients = torch.autograd.grad(aux.column_sums, (q, k, b, s), cotangent.to(dtype))
     tolerance = 2e-5 if backend == "cpu" else 1e-9
     torch.testing.assert_close(aux.column_sums.double(), expected, atol=tolerance, rtol=tolerance)
-    for a, e in zip(found, wanted, strict=True):
+    for a, e in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(a.double(), e, atol=tolerance, rtol=tolerance)
 
 
@@ -51,8 +51,8 @@ def test_a_sink_of_minus_infinity_takes_nothing():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
     none = torch.full((2,), -torch.inf)
-    found = foci.attention(q, k, v, mask=aligned_right, sink=none, return_aux=COLUMNS)[1].column_sums
-    torch.testing.assert_close(found, foci.attention(q, k, v, mask=aligned_right, return_aux=COLUMNS)[1].column_sums)
+    actual = foci.attention(q, k, v, mask=aligned_right, sink=none, return_aux=COLUMNS)[1].column_sums
+    torch.testing.assert_close(actual, foci.attention(q, k, v, mask=aligned_right, return_aux=COLUMNS)[1].column_sums)
 
 
 def test_blocks_of_the_caller():
@@ -62,11 +62,11 @@ def test_blocks_of_the_caller():
         torch.randn(2),
         foci.create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 70), None, None, 300, 300, device="cpu", BLOCK_SIZE=64),
     )
-    found, plain = (
+    actual, plain = (
         foci.attention(q, k, v, mask=mask, sink=sink, return_aux=COLUMNS)[1].column_sums
         for mask in (blocks, lambda b, h, i, j: (i >= j) & (i - j < 70))
     )
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(actual, plain)
 
 
 def test_jagged():
@@ -75,7 +75,7 @@ def test_jagged():
     pieces = [torch.randn(3, n, 2, 8) for n in lengths]
     q, k, v = (torch.nested.nested_tensor([p[i] for p in pieces], layout=torch.jagged).transpose(1, 2) for i in range(3))
     _, aux = foci.attention(q, k, v, mask=foci.masks.causal(), sink=sink, return_aux=COLUMNS)
-    for found, p in zip(aux.column_sums.unbind(), pieces, strict=True):
+    for actual, p in zip(aux.column_sums.unbind(), pieces, strict=True):
         dense = tuple(t.transpose(0, 1).unsqueeze(0) for t in p)
         expected = foci.attention(*dense, mask=foci.masks.causal(), sink=sink, return_aux=COLUMNS)[1].column_sums[0]
-        torch.testing.assert_close(found.transpose(0, 1) if found.shape != expected.shape else found, expected)
+        torch.testing.assert_close(actual.transpose(0, 1) if actual.shape != expected.shape else actual, expected)

@@ -48,11 +48,11 @@ def test_results_and_gradients_by_hand(call, mask):
     assert out.is_nested
     assert out.layout is torch.strided
     expected = [formula(*one, mask) for one in zip(q, k, v, strict=True)]
-    for found, wanted in zip(out.unbind(), expected, strict=True):
-        torch.testing.assert_close(found, wanted.transpose(0, 1))
-    found = torch.autograd.grad(sum(part.sin().sum() for part in out.unbind()), (*q, *k, *v))
+    for actual, wanted in zip(out.unbind(), expected, strict=True):
+        torch.testing.assert_close(actual, wanted.transpose(0, 1))
+    actual = torch.autograd.grad(sum(part.sin().sum() for part in out.unbind()), (*q, *k, *v))
     wanted = torch.autograd.grad(sum(part.sin().sum() for part in expected), (*q, *k, *v))
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -61,20 +61,20 @@ def test_as_torch_gives_it(is_causal):
     with torch.no_grad():
         theirs = [F.scaled_dot_product_attention(*[t[None] for t in one], is_causal=is_causal)[0]
                   for one in zip(q.unbind(), k.unbind(), k.unbind(), strict=True)]  # fmt: skip
-        found = foci.scaled_dot_product_attention(q, k, k, is_causal=is_causal)
-    assert found.dim() == 4
-    for ours, wanted in zip(found.unbind(), theirs, strict=True):
+        actual = foci.scaled_dot_product_attention(q, k, k, is_causal=is_causal)
+    assert actual.dim() == 4
+    for ours, wanted in zip(actual.unbind(), theirs, strict=True):
         torch.testing.assert_close(ours, wanted)
 
 
 def test_other_lengths_of_keys_and_no_heads():
     q, k = parts(), parts((2, 5, 4), seed=1)
     out = foci.attention(nested(q), nested(k), nested(k))
-    for found, one, other in zip(out.unbind(), q, k, strict=True):
-        torch.testing.assert_close(found, formula(one, other, other).transpose(0, 1))
+    for actual, one, other in zip(out.unbind(), q, k, strict=True):
+        torch.testing.assert_close(actual, formula(one, other, other).transpose(0, 1))
     flat = torch.nested.as_nested_tensor([p[:, 0] for p in q], layout=torch.strided)
-    for found, one in zip(foci.attention(flat, flat, flat).unbind(), q, strict=True):
-        torch.testing.assert_close(found, formula(*[one[:, :1]] * 3)[:, 0])
+    for actual, one in zip(foci.attention(flat, flat, flat).unbind(), q, strict=True):
+        torch.testing.assert_close(actual, formula(*[one[:, :1]] * 3)[:, 0])
 
 
 def test_auxiliary_outputs_are_strided_too():
@@ -88,10 +88,10 @@ def test_auxiliary_outputs_are_strided_too():
 def test_a_sink():
     q, sink = nested(parts()), torch.tensor([0.3, -1.0], dtype=torch.float64, requires_grad=True)
     out = foci.attention(q, q, q, sink=sink)
-    for found, part in zip(out.unbind(), parts(), strict=True):
+    for actual, part in zip(out.unbind(), parts(), strict=True):
         scores = torch.einsum("ihd,jhd->hij", part, part) * 8**-0.5
         weights = torch.cat([scores, sink[:, None, None].expand(2, len(part), 1)], -1).softmax(-1)[..., :-1]
-        torch.testing.assert_close(found, weights @ part.transpose(0, 1))
+        torch.testing.assert_close(actual, weights @ part.transpose(0, 1))
     (gradient,) = torch.autograd.grad(sum(part.sum() for part in out.unbind()), sink)
     assert bool(gradient.isfinite().all() and (gradient != 0).all())
 
@@ -101,8 +101,8 @@ def test_under_patch():
     with foci.patch(), foci.observe() as log:
         out = F.scaled_dot_product_attention(q, q, q)
     assert len(log.calls) == 1
-    for found, part in zip(out.unbind(), q.unbind(), strict=True):
-        torch.testing.assert_close(found, F.scaled_dot_product_attention(*[part[None]] * 3)[0])
+    for actual, part in zip(out.unbind(), q.unbind(), strict=True):
+        torch.testing.assert_close(actual, F.scaled_dot_product_attention(*[part[None]] * 3)[0])
 
 
 def test_explained():

@@ -81,13 +81,13 @@ def test_deterministic_algorithms_with_warnings_only(recwarn):
     table = torch.randn(2, 9, requires_grad=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        found = [
+        runs = [
             torch.autograd.grad(foci.attention(q, q, q, score=foci.scores.relative_position(table)).square().sum(), (q, table))
             for _ in range(2)
         ]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     assert not recwarn.list
 
 
@@ -104,6 +104,6 @@ def test_traced_by_torchscript(name):
     function = TRACED[name]
     traced = torch.jit.trace(function, (torch.randn(2, 4, 9, 8), torch.rand(4)), check_trace=False)
     q, slope = torch.randn(3, 4, 11, 8, requires_grad=True), torch.rand(4)
-    found, want = traced(q, slope), function(q, slope)
-    torch.testing.assert_close(found, want)
-    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), q), torch.autograd.grad(want.square().sum(), q))
+    actual, want = traced(q, slope), function(q, slope)
+    torch.testing.assert_close(actual, want)
+    torch.testing.assert_close(torch.autograd.grad(actual.square().sum(), q), torch.autograd.grad(want.square().sum(), q))

@@ -25,24 +25,24 @@ def often():
 
 def at_once(function):
     """What the function returns in each thread, given the thread's random numbers."""
-    found, start = {}, threading.Barrier(THREADS)
+    outcomes, start = {}, threading.Barrier(THREADS)
 
     def run(n):
         start.wait()
         try:
-            found[n] = [function(draw) for draw in [random.Random(n)] for _ in range(TURNS)]
+            outcomes[n] = [function(draw) for draw in [random.Random(n)] for _ in range(TURNS)]
         except Exception as error:
-            found[n] = error
+            outcomes[n] = error
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for outcome in found.values():
+    for outcome in outcomes.values():
         if isinstance(outcome, Exception):
             raise outcome
-    return [found[n] for n in range(THREADS)]
+    return [outcomes[n] for n in range(THREADS)]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -65,8 +65,8 @@ def test_functions_of_more_numbers_than_are_kept():
         width = draw.randint(10, 30)
         return width, trace_functions.bind(None, lambda b, h, i, j: i - j < width, device).ints
 
-    for found in at_once(window):
-        assert [ints for _, ints in found] == [(width,) for width, _ in found]
+    for outcomes in at_once(window):
+        assert [ints for _, ints in outcomes] == [(width,) for width, _ in outcomes]
 
 
 def test_attention_of_changing_numbers():
@@ -78,7 +78,7 @@ def test_attention_of_changing_numbers():
         with foci.use(draw.choice(("blocked", "reference"))):
             return width, factor, foci.attention(query, query, query, mask=lambda b, h, i, j: i - j < width, score=lambda s, *_: s * factor)
 
-    for found in at_once(attend):
-        for width, factor, out in found[:: TURNS // 20]:
+    for outcomes in at_once(attend):
+        for width, factor, out in outcomes[:: TURNS // 20]:
             want = (query @ query.mT * (factor / 8**0.5)).masked_fill(distance >= width, -torch.inf).softmax(-1) @ query
             torch.testing.assert_close(out, want)

@@ -144,7 +144,7 @@ IN_COMPILED = {
     "grad": lambda f: grad(loss(f), ALL),
     "vjp": lambda f: lambda *args: vjp(f, *args)[1](torch.ones_like(args[0])),
     "grad of grad": lambda f: grad(loss(grad(loss(f)))),
-    "vmap of the query": lambda f: lambda q, *others: vmap(f, (0, None, None, None))(q.expand(2, *q.shape), *others),
+    "vmap of the query": lambda f: lambda q, *rest: vmap(f, (0, None, None, None))(q.expand(2, *q.shape), *rest),
 }
 
 

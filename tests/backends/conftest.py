@@ -10,11 +10,13 @@ def stand_in(monkeypatch, tmp_path):
     is_read_only Triton reads their Python and compiles no further, a small part of the time."""
 
     def put(kernels, arch, *, is_read_only=False):
-        found = []
+        compiled_kernels = []
         for module, names in kernels.items():
             for name in names:
-                monkeypatch.setattr(module, name, StandIn(getattr(module, name), arch, found, tmp_path / "kernel.cubin", is_read_only))
-        return found
+                monkeypatch.setattr(
+                    module, name, StandIn(getattr(module, name), arch, compiled_kernels, tmp_path / "kernel.cubin", is_read_only)
+                )
+        return compiled_kernels
 
     return put
 

@@ -138,26 +138,26 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_problems(dims: Sequence[int] = (64, 128)) -> list[Problem]:
-    found = []
+    problems = []
     for dim in dims:
         for needs_grad in (True, False):
-            found += [Problem(kind, dim, options, needs_grad=needs_grad) for kind, options in KINDS.items()]
-            found += [
+            problems += [Problem(kind, dim, options, needs_grad=needs_grad) for kind, options in KINDS.items()]
+            problems += [
                 Problem(f"varlen {kind}", dim, KINDS[kind], layout="packed", needs_grad=needs_grad)
                 for kind in ("plain", "causal", "window", "document")
             ]
-            found.append(Problem("block mask", dim, {}, layout="blocks", needs_grad=needs_grad))
-        found += [
+            problems.append(Problem("block mask", dim, {}, layout="blocks", needs_grad=needs_grad))
+        problems += [
             Problem("learned slopes", dim, {"score": by_slope, "mask": masks.causal()}, captures=(LEARNED_SLOPES,)),
             Problem("learned slopes, block mask", dim, {"score_mod": by_slope}, layout="blocks", captures=(LEARNED_SLOPES,)),
             Problem("learned table", dim, {"score": by_distance}, captures=(LEARNED_TABLE,)),
         ]
         lower_right = {"mask": masks.causal_lower_right()}
-        found += [
+        problems += [
             Problem("decode", dim, {}, is_decode=True, needs_grad=False),
             Problem("decode causal", dim, lower_right, is_decode=True, needs_grad=False),
         ]
-    return found
+    return problems
 
 
 def run(problem: Problem, sizes: Sizes) -> None:
@@ -187,15 +187,15 @@ Needs = dict[Kernel, list[Sizes]]
 
 def needs(arch: int, problem: Problem, asked: Sequence[Sizes]) -> Needs:
     """Kernels that a problem launches for some sizes, each alone: nothing is kept between them."""
-    found: Needs = {}
+    sizes_by_kernel: Needs = {}
     for sizes in asked:
         launched: list[Kernel] = []
         stand_in = functools.partial(_stand_in, arch, launched)
         with recording_launches(pytest.MonkeyPatch(), arch, stand_in), foci.use(*ARCHS[arch]):
             run(problem, sizes)
         for kernel in dict.fromkeys(launched):
-            found.setdefault(kernel, []).append(sizes)
-    return found
+            sizes_by_kernel.setdefault(kernel, []).append(sizes)
+    return sizes_by_kernel
 
 
 def _stand_in(arch: int, launched: list[Kernel], function: JITFunction, log: Log) -> Needed:
@@ -204,10 +204,10 @@ def _stand_in(arch: int, launched: list[Kernel], function: JITFunction, log: Log
 
 def by_name(kernels: Iterable[Kernel]) -> dict[str, list[Kernel]]:
     """Variants of each kernel."""
-    found: dict[str, list[Kernel]] = {}
+    variants: dict[str, list[Kernel]] = {}
     for kernel in kernels:
-        found.setdefault(kernel.name, []).append(kernel)
-    return found
+        variants.setdefault(kernel.name, []).append(kernel)
+    return variants
 
 
 def main() -> None:
@@ -218,15 +218,15 @@ def main() -> None:
     for arch in ARCHS:
         for problem in make_problems():
             asked = [s for s in problem.sizes(lengths, batches) if s.batch * s.kv_len <= 1 << 18]
-            found = needs(arch, problem, asked)
-            print(f"sm_{arch}, {problem}: {len(found)} kernels over {len(asked)} sizes", flush=True)
-            for name, variants in by_name(found).items():
+            shapes = needs(arch, problem, asked)
+            print(f"sm_{arch}, {problem}: {len(shapes)} kernels over {len(asked)} sizes", flush=True)
+            for name, variants in by_name(shapes).items():
                 fields = sorted(set().union(*(variants[0].differences(each) for each in variants[1:]))) if len(variants) > 1 else []
                 print(f"    {len(variants):3} {name}" + (f": {', '.join(fields)}" if fields else ""), flush=True)
                 if "--sizes" in sys.argv and len(variants) > 1:
                     for each in variants:
                         print(
-                            f"          {_values(each, fields)}: {len(found[each])} sizes, such as {', '.join(map(str, found[each][:3]))}"
+                            f"          {_values(each, fields)}: {len(shapes[each])} sizes, such as {', '.join(map(str, shapes[each][:3]))}"
                         )
 
 

@@ -43,7 +43,7 @@ class Noted(tuple):
     """A launch, with what it was given: while a log keeps it, no other tensor is allocated where a temporary one lay. `is_launch`: whether
     Triton launches it; else it compiles it alone."""
 
-    given: tuple
+    arguments: tuple
     is_launch: bool
 
 
@@ -68,7 +68,7 @@ class Function:
         bound.apply_defaults()
         chosen = tuple(sorted(options.items()))
         noted = Noted((self.name, (*grid, 1, 1)[:3], flat(tuple(bound.arguments.values())) + chosen))
-        noted.given, noted.is_launch = args, is_launch
+        noted.arguments, noted.is_launch = args, is_launch
         log.append(noted)
         if chosen not in self.compiled:
             self.compiled[chosen] = Compiled(self.name, self.launched, len(self.signature.parameters), chosen)
@@ -133,7 +133,7 @@ def forget_launches(monkeypatch):
 
 def keep_descriptors(compiled, place, noted):
     """In place of `launch_builder.direct`: a repeated launch is given the tensor descriptors that Triton would be given."""
-    tiles = [(at, role, launch_list.Maps(made, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, made in noted.tiles]
+    tiles = [(at, role, launch_list.Maps(tile, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, tile in noted.tiles]
     arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
     return launch_list.Launch(compiled.run, arguments)
 
@@ -146,7 +146,7 @@ def plan_for_a_gpu(monkeypatch, arch=90, *features):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 
 
-def made(operands, variant, **formula):
+def build_attention(operands, variant, **formula):
     q, k = operands.query, operands.key
     grads = tuple(False for _ in operands.captures)
     asked = Problem(
@@ -167,15 +167,15 @@ def operands_of(bound, *, lengths=(256, 256), heads=4, offsets=None, step=8, see
 
 def run_forward(attention, operands):
     """The forward of a kernel as foci runs it: launched again, or built."""
-    made = attention.launch_forward(operands.program, operands.tensors, operands.optional)
-    return attention.forward(operands) if made is None else Results(*made)
+    tensors = attention.launch_forward(operands.program, operands.tensors, operands.optional)
+    return attention.forward(operands) if tensors is None else Results(*tensors)
 
 
 def run_backward(attention, operands, results, dout):
     """The backward likewise."""
-    given = Given(results.out, results.lse, dout)
-    made = attention.launch_backward(operands.program, operands.tensors, operands.optional, given)
-    return attention.backward(operands, results, Cotangents(dout)) if made is None else Gradients(*made)
+    grad_inputs = Given(results.out, results.lse, dout)
+    tensors = attention.launch_backward(operands.program, operands.tensors, operands.optional, grad_inputs)
+    return attention.backward(operands, results, Cotangents(dout)) if tensors is None else Gradients(*tensors)
 
 
 def addressed(log, tensors):

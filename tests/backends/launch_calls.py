@@ -67,7 +67,7 @@ class Case(NamedTuple):
     sizes: tuple[int, int, int, int, int, int, int]
     layout: str = "dense"  # dense, [B, S, H, D] memory, varlen, paged, nested
     dtype: torch.dtype = torch.bfloat16
-    given: str = "attention"  # attention, bias, learned bias, tensor, block mask, torch block mask, sdpa
+    form: str = "attention"  # attention, bias, learned bias, tensor, block mask, torch block mask, sdpa
     requires_grad: tuple[bool, bool, bool] = (True, True, True)
 
 
@@ -76,12 +76,12 @@ def sizes(batch: int, heads: int, length: int, dim: int, *, kv_heads: int = 0, k
 
 
 def make_cases() -> list[Case]:
-    found: list[Case] = []
+    cases: list[Case] = []
 
     def add(kind: str, of: Any, **options: Any) -> None:
         words = "x".join(map(str, of))
         extra = " ".join(str(value).removeprefix("torch.") for value in options.values())
-        found.append(Case(f"{kind}, {words}" + (f", {extra}" if extra else ""), kind, of, **options))
+        cases.append(Case(f"{kind}, {words}" + (f", {extra}" if extra else ""), kind, of, **options))
 
     for kind in KINDS:
         for dim in (64, 128):
@@ -109,11 +109,11 @@ def make_cases() -> list[Case]:
     for requires in ((True, False, False), (False, True, True), (False, False, True), (False, False, False)):
         for kind in ("plain", "causal"):
             add(kind, sizes(2, 8, 1000, 128), requires_grad=requires)
-    for given in ("bias", "learned bias", "tensor", "block mask", "torch block mask", "sdpa"):
+    for form in ("bias", "learned bias", "tensor", "block mask", "torch block mask", "sdpa"):
         for dim in (64, 128):
-            add("causal" if "block" in given else "plain", sizes(2, 8, 1024, dim), given=given)
-            add("softcap" if "block" in given else "plain", sizes(2, 8, 4096, dim), given=given)
-    return found
+            add("causal" if "block" in form else "plain", sizes(2, 8, 1024, dim), form=form)
+            add("softcap" if "block" in form else "plain", sizes(2, 8, 4096, dim), form=form)
+    return cases
 
 
 CASES = {case.name: case for case in make_cases()}
@@ -123,7 +123,7 @@ def make_inputs(case: Case) -> list[Tensor]:
     """Query, key and value, and the bias where it is learned."""
     batch, q_heads, kv_heads, q_len, kv_len, dim, value_dim = case.sizes
     shapes = ((q_heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, value_dim))
-    made = []
+    tensors = []
     for n, (heads, length, width) in enumerate(shapes):
         if case.layout == "varlen":
             tensor = torch.zeros(length, heads, width, dtype=case.dtype)
@@ -136,10 +136,10 @@ def make_inputs(case: Case) -> list[Tensor]:
             tensor = torch.zeros(batch, length, heads, width, dtype=case.dtype).transpose(1, 2)
         else:
             tensor = torch.zeros(batch, heads, length, width, dtype=case.dtype)
-        made.append(tensor.detach().requires_grad_(case.requires_grad[n]))
-    if "bias" in case.given:
-        made.append(torch.zeros(1, q_heads, q_len, kv_len, dtype=case.dtype).requires_grad_(case.given == "learned bias"))
-    return made
+        tensors.append(tensor.detach().requires_grad_(case.requires_grad[n]))
+    if "bias" in case.form:
+        tensors.append(torch.zeros(1, q_heads, q_len, kv_len, dtype=case.dtype).requires_grad_(case.form == "learned bias"))
+    return tensors
 
 
 def make_call(case: Case) -> Callable[..., Any]:
@@ -151,16 +151,16 @@ def make_call(case: Case) -> Callable[..., Any]:
         return lambda q, k, v: foci.varlen_attn(q, k, v, OFFSETS, OFFSETS, max(LENGTHS), max(LENGTHS), **options)
     if case.layout == "paged":
         return lambda q, k, v: foci.paged_attention(q, k, v, PAGE_TABLE, PAGE_LENGTHS, max_kv=1024, **options)
-    if "bias" in case.given:
+    if "bias" in case.form:
         return lambda q, k, v, bias: foci.attention(q, k, v, bias=bias, **options)
-    if case.given == "tensor":
+    if case.form == "tensor":
         keep = torch.ones(case.sizes[0], 1, 1, kv_len, dtype=torch.bool)
         return lambda q, k, v: foci.attention(q, k, v, **options | {"mask": keep})
-    if "block mask" in case.given:
-        create = torch_flex.create_block_mask if "torch" in case.given else foci.create_block_mask
+    if "block mask" in case.form:
+        create = torch_flex.create_block_mask if "torch" in case.form else foci.create_block_mask
         block_mask = create(lambda b, h, i, j: i >= j, None, None, q_len, kv_len, device="cpu")
         return lambda q, k, v: foci.flex_attention(q, k, v, score_mod=kind.score, block_mask=block_mask)
-    if case.given == "sdpa":
+    if case.form == "sdpa":
 
         def patched(q: Tensor, k: Tensor, v: Tensor) -> Any:
             with foci.patch():

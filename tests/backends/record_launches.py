@@ -37,11 +37,11 @@ def main() -> None:
 
     assert release() == PINNED, f"Triton {PINNED} is pinned; this is {release()}"
     for arch, backends in ARCHS.items():
-        found = {}
+        launches = {}
         for name, case in CASES.items():
             with recording_launches(pytest.MonkeyPatch(), arch) as log, foci.use(*backends):
-                found[name] = run(log, make_call(case), make_inputs(case), FIXED).lines()
-        write(golden_path(arch), found)
+                launches[name] = run(log, make_call(case), make_inputs(case), FIXED).lines()
+        write(golden_path(arch), launches)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def told(kernel, flag, file):
 class StandIn:
     """Stands in for a kernel."""
 
-    def __init__(self, function, arch, found, file, is_read_only):
-        self.function, self.arch, self.found, self.file, self.signature = function, arch, found, file, function.signature
+    def __init__(self, function, arch, kernels, file, is_read_only):
+        self.function, self.arch, self.kernels, self.file, self.signature = function, arch, kernels, file, function.signature
         self.is_read_only = is_read_only
 
     def warmup(self, *args, grid, **options):
@@ -57,7 +57,7 @@ class StandIn:
 
     def __getitem__(self, grid):
         def compile_it(*args, **options):
-            self.found.append(self.compiled(args, options))
+            self.kernels.append(self.compiled(args, options))
 
         return compile_it
 

@@ -31,9 +31,9 @@ def call(shapes, score=None, mask=None, outputs=Outputs(), dtype=torch.float32):
     B, Hq, Hkv, Sq, Skv, D = shapes
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator).to(dtype) for s in ((B, Hq, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, D))]
-    found = bind(score, mask, torch.device("cpu"))
-    asked = Formula(found.variant, outputs=outputs)
-    operands = Operands(*inputs, found.captures, found.ints, found.floats, D**-0.5)
+    bound = bind(score, mask, torch.device("cpu"))
+    asked = Formula(bound.variant, outputs=outputs)
+    operands = Operands(*inputs, bound.captures, bound.ints, bound.floats, D**-0.5)
     problem = Problem(asked, dtype, D, D, Hq, Hkv, bucket(B), bucket(Sq), bucket(Skv), True, True, True)
     return operands, problem, backends.load("blocked").build(Plan("blocked", problem, CPU))
 
@@ -89,15 +89,15 @@ def test_skips_empty_blocks_and_masks_only_partial_ones(monkeypatch):
     evaluated = []
 
     def counting(exprs, env):
-        found = eager.evaluate(exprs, env)
-        evaluated.append(sum(value.numel() for value in found))
-        return found
+        values = eager.evaluate(exprs, env)
+        evaluated.append(sum(value.numel() for value in values))
+        return values
 
     monkeypatch.setattr("foci.backends.blocked.scores.evaluate", counting)
     kernel.forward(operands)
     assert 0 < sum(evaluated) < 0.2 * 4096 * 4096
-    found = bind(None, window, torch.device("cpu"))
-    classes = tiles.block_classes(operands, Formula(found.variant), [Sequence(None, (0, 4096), (0, 4096))])
+    bound = bind(None, window, torch.device("cpu"))
+    classes = tiles.block_classes(operands, Formula(bound.variant), [Sequence(None, (0, 4096), (0, 4096))])
     (chunk,) = tiles.plan_chunks(operands, Sequence(None, (0, 4096), (0, 4096)), classes)
     computed = sum((run.stop - run.start) * (tile.stop - tile.start) for tile in chunk.tiles for run in tile.runs)
     assert computed < 0.2 * 4096 * 4096
@@ -150,10 +150,10 @@ def test_more_heads_than_a_grid_holds():
 @pytest.mark.parametrize("shapes", [(2, 4, 2, 9, 11, 4), (1, 2, 1, 300, 270, 4)])
 def test_differentiable_formula_equals_the_reference(score, shapes):
     operands, problem, _ = call(shapes, score, lambda b, h, q, kv: (q >= kv) & (q % 5 != 1), EVERYTHING, torch.float64)
-    found, exact = differentiable(operands, problem.formula), reference(operands, problem.formula)
-    for a, b in zip(vars(found).values(), vars(exact).values()):
+    actual, exact = differentiable(operands, problem.formula), reference(operands, problem.formula)
+    for a, b in zip(vars(actual).values(), vars(exact).values()):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    assert found.out.is_contiguous()  # as the query is
+    assert actual.out.is_contiguous()  # as the query is
 
     def out(function):
         return lambda q, k, v: (lambda r: (r.out, r.weights, r.column_sums))(

@@ -87,12 +87,12 @@ extern "C" __attribute__((visibility("default"))) void run(const float* from, fl
     x = torch.cat(
         (torch.linspace(-12, 12, 1 << 20), torch.logspace(-30, 1, 1 << 16), torch.tensor([0.0, torch.inf, -torch.inf] + [torch.nan] * 13))
     )
-    found = torch.empty_like(x)
-    build.load(source).run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(found.data_ptr()), ctypes.c_long(x.numel()))
+    actual = torch.empty_like(x)
+    build.load(source).run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(actual.data_ptr()), ctypes.c_long(x.numel()))
     exact = torch.tanh(x.double())
-    assert ((found.double() - exact).abs() <= 4e-7 * exact.abs())[~x.isnan()].all()
-    assert found[x.isnan()].isnan().all()
-    assert found.nan_to_num().abs().max() <= 1
+    assert ((actual.double() - exact).abs() <= 4e-7 * exact.abs())[~x.isnan()].all()
+    assert actual[x.isnan()].isnan().all()
+    assert actual.nan_to_num().abs().max() <= 1
 
 
 def test_the_exponential_of_the_softmax():
@@ -107,14 +107,14 @@ extern "C" __attribute__((visibility("default"))) void run(const float* from, fl
         [0.0, -0.0, -torch.inf, torch.nan, -1e30, -200.0, -126.0, -1.0, -2.0, -64.0, -1e-30, -1e-8, -0.5, -1.5, -3e38, -127.0]
     )
     x = torch.cat((torch.linspace(-125, 0, 1 << 20), -torch.logspace(-30, 2, 1 << 16), special))
-    found = torch.empty_like(x)
-    build.load(source).run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(found.data_ptr()), ctypes.c_long(x.numel()))
+    actual = torch.empty_like(x)
+    build.load(source).run(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(actual.data_ptr()), ctypes.c_long(x.numel()))
     exact, normal = torch.exp2(x.double()), x > -126
-    assert ((found.double() - exact).abs() <= 2e-7 * exact)[normal].all()
-    assert (found <= 2.0**-126)[x <= -126].all()
-    assert found[-16:][[0, 1, 2, 4, 5, 7, 8, 14]].tolist() == [1, 1, 0, 0, 0, 0.5, 0.25, 0]
-    assert found[x.isnan()].isnan().all()
-    assert found[~x.isnan()].max() == 1
+    assert ((actual.double() - exact).abs() <= 2e-7 * exact)[normal].all()
+    assert (actual <= 2.0**-126)[x <= -126].all()
+    assert actual[-16:][[0, 1, 2, 4, 5, 7, 8, 14]].tolist() == [1, 1, 0, 0, 0, 0.5, 0.25, 0]
+    assert actual[x.isnan()].isnan().all()
+    assert actual[~x.isnan()].max() == 1
 
 
 # FLEX-08
@@ -149,13 +149,13 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype):
     tensors = qkv(2, 4, 700, 32, dtype)
     before = torch.get_num_threads()
     try:
-        found = []
+        runs = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(gradients(tensors, mask=foci.masks.causal()))
+            runs.append(gradients(tensors, mask=foci.masks.causal()))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
 def test_runs_in_a_forked_child():

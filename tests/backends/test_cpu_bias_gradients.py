@@ -86,9 +86,9 @@ def test_gradients_of_a_bias_of_merged_batch_and_heads(rows):
 def test_a_large_shared_bias_has_few_copies_of_its_gradient(heads, length, sizes, parts, copies):
     bias = torch.zeros(1).expand(heads, length, length)
     shared = bind(lambda s, b, h, q, k: s + (bias[h, q, k] if heads > 1 else bias[0, q, k]), None, torch.device("cpu")).variant.score
-    found = partition(find_sites(shared, (True,)), (bias,), sizes, HeadNumbers(sizes[1], ()))
-    assert found.parts == parts
-    assert math.prod(found.copies[0]) == copies
+    split = partition(find_sites(shared, (True,)), (bias,), sizes, HeadNumbers(sizes[1], ()))
+    assert split.parts == parts
+    assert math.prod(split.copies[0]) == copies
 
 
 # SDPA-04, SDPA-16
@@ -98,19 +98,19 @@ def test_gradients_of_a_large_shared_bias(shape):
     bias, tensors = torch.randn(shape), qkv(5, 3, shape[-1], 8)
     before = torch.get_num_threads()
     try:
-        found = []
+        grads = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             leaf = bias.clone().requires_grad_()
             attention(*tensors, bias=leaf).pow(2).sum().backward()
-            found.append(leaf.grad)
+            grads.append(leaf.grad)
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(grads[0], other) for other in grads[1:])
     query, key, value = (t.double() for t in tensors)
     leaf = bias.double().requires_grad_()
     ((query @ key.mT * 8**-0.5 + leaf).softmax(-1) @ value).pow(2).sum().backward()
-    torch.testing.assert_close(found[0].double(), leaf.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(grads[0].double(), leaf.grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kv_len", "bound"), [(1500, 3e-5), (37, 5e-6)])
@@ -118,11 +118,11 @@ def test_many_keys_that_read_one_element(kv_len, bound):
     """The ends of a table of distances meet most pairs: float32 keeps the digits of their sum."""
     torch.manual_seed(3)
     query, key, value = torch.randn(1, 2, 1500, 16), torch.randn(1, 2, kv_len, 16), torch.randn(1, 2, kv_len, 16)
-    found = []
+    grads = []
     for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "reference")):
         table = torch.zeros(2, 13, dtype=dtype, requires_grad=True)
         with foci.use(backend):
             out = foci.attention(query.to(dtype), key.to(dtype), value.to(dtype), score=foci.scores.relative_position(table))
         (out * torch.linspace(-1, 1, 16).to(dtype)).sum().backward()
-        found.append(table.grad.double())
-    assert (found[0] - found[1]).abs().max() < bound * found[1].abs().max()
+        grads.append(table.grad.double())
+    assert (grads[0] - grads[1]).abs().max() < bound * grads[1].abs().max()

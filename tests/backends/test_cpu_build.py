@@ -198,12 +198,12 @@ def test_without_a_compiler_one_warning_has_the_cure_and_cached_kernels_run(cach
 def test_a_compiler_that_fails_later_is_warned_of_and_done_without(cache, tmp_path, of):
     """Its kernels are forward and backward ones; where the backward alone fails, the forward has run."""
     words = "g++: fatal error: Killed signal terminated program cc1plus"
-    found = run(FOCI_CXX=failing(tmp_path / "g++", of, words), FOCI_CACHE_DIR=str(cache.parent))
-    (said,) = found["said"]
+    result = run(FOCI_CXX=failing(tmp_path / "g++", of, words), FOCI_CACHE_DIR=str(cache.parent))
+    (said,) = result["said"]
     assert ", which would be faster: Killed signal terminated program cc1plus: the C++ compiler " in said
-    assert ("cpu" in found["ran"]) is (of == "foci::backward")
-    assert len(found["ran"]) > ("cpu" in found["ran"])
-    assert found["sums"] == pytest.approx(run(FOCI_CACHE_DIR=str(cache.parent))["sums"], abs=1e-3)
+    assert ("cpu" in result["ran"]) is (of == "foci::backward")
+    assert len(result["ran"]) > ("cpu" in result["ran"])
+    assert result["sums"] == pytest.approx(run(FOCI_CACHE_DIR=str(cache.parent))["sums"], abs=1e-3)
 
 
 # SDPA-15
@@ -403,18 +403,18 @@ def nothing_loaded(monkeypatch):
 
 
 def test_two_libraries_are_made_at_once_and_one_only_once(nothing_loaded, monkeypatch):
-    together, made = threading.Barrier(2, timeout=30), []
+    together, sources = threading.Barrier(2, timeout=30), []
 
     def find(source, stem, compiler):
         together.wait()
-        made.append(source)
+        sources.append(source)
         return SimpleNamespace(source=source)
 
     monkeypatch.setattr(build, "_find", find)
     with ThreadPoolExecutor(4) as pool:
         libraries = [library.source for library in pool.map(build.load, ("one", "other", "one", "other"))]
     assert libraries == ["one", "other", "one", "other"]
-    assert sorted(made) == ["one", "other"]
+    assert sorted(sources) == ["one", "other"]
 
 
 def test_all_who_wait_for_a_library_are_told_that_it_failed(nothing_loaded, monkeypatch):

@@ -42,20 +42,20 @@ def classes(q_len, kv_len, *, score=None, mask=None, batch=2, heads=4):
     q, k = torch.zeros(batch, heads, q_len, 16), torch.zeros(batch, heads, kv_len, 16)
     arguments = Arguments(Operands(q, k, k, bound.captures, bound.ints, bound.floats))
     panel = library.foci_panel()
-    found = torch.empty(batch, heads, -(-q_len // HALF), -(-kv_len // panel), dtype=torch.uint8)
+    table = torch.empty(batch, heads, -(-q_len // HALF), -(-kv_len // panel), dtype=torch.uint8)
     call = arguments.packed((q, None, None, None, None), (None,) * 5)
-    return found, bool(library.foci_classes(call, ctypes.c_void_p(found.data_ptr()))), panel
+    return table, bool(library.foci_classes(call, ctypes.c_void_p(table.data_ptr()))), panel
 
 
 def by_hand(keep, panel):
     """The class of each panel of keys and half of a tile of a mask [B, H, Sq, Skv], element by element."""
     batch, heads, q_len, kv_len = keep.shape
-    made = torch.empty(batch, heads, -(-q_len // HALF), -(-kv_len // panel), dtype=torch.uint8)
-    for i in range(made.shape[2]):
-        for j in range(made.shape[3]):
+    table = torch.empty(batch, heads, -(-q_len // HALF), -(-kv_len // panel), dtype=torch.uint8)
+    for i in range(table.shape[2]):
+        for j in range(table.shape[3]):
             part = keep[:, :, HALF * i : HALF * (i + 1), panel * j : panel * (j + 1)].flatten(2)
-            made[:, :, i, j] = torch.where(part.all(-1), FULL, torch.where(part.any(-1), PARTIAL, EMPTY))
-    return made
+            table[:, :, i, j] = torch.where(part.all(-1), FULL, torch.where(part.any(-1), PARTIAL, EMPTY))
+    return table
 
 
 def patches(*shape):
@@ -79,18 +79,18 @@ def test_classes_are_those_of_the_values(dtype):
     q, kv = 97, 700
     keep = patches(q, kv)
     buffer = keep.to(dtype) * (1 if dtype is torch.bool else 3)
-    found, is_shared, panel = classes(q, kv, mask=lambda b, h, i, j: buffer[i, j] != 0)
+    actual, is_shared, panel = classes(q, kv, mask=lambda b, h, i, j: buffer[i, j] != 0)
     assert is_shared
-    torch.testing.assert_close(found, by_hand(keep.expand(2, 4, q, kv), panel))
-    assert {EMPTY, PARTIAL, FULL} <= set(found.unique().tolist())
+    torch.testing.assert_close(actual, by_hand(keep.expand(2, 4, q, kv), panel))
+    assert {EMPTY, PARTIAL, FULL} <= set(actual.unique().tolist())
 
 
 # FLEX-05
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_classes_at_every_length(lengths):
     keep = patches(*lengths)
-    found, _, panel = classes(*lengths, mask=lambda b, h, i, j: keep[i, j])
-    torch.testing.assert_close(found, by_hand(keep.expand(2, 4, *lengths), panel))
+    actual, _, panel = classes(*lengths, mask=lambda b, h, i, j: keep[i, j])
+    torch.testing.assert_close(actual, by_hand(keep.expand(2, 4, *lengths), panel))
 
 
 STRIDES = {
@@ -112,17 +112,17 @@ STRIDES = {
 def test_classes_of_masks_of_every_shape_and_stride(name):
     q, kv = 129, 610
     keep = STRIDES[name](q, kv)
-    found, is_shared, panel = classes(q, kv, mask=foci.masks.dense(keep).function)
-    torch.testing.assert_close(found, by_hand(keep.expand(2, 4, q, kv), panel))
+    actual, is_shared, panel = classes(q, kv, mask=foci.masks.dense(keep).function)
+    torch.testing.assert_close(actual, by_hand(keep.expand(2, 4, q, kv), panel))
     assert is_shared is (name != "one each")
 
 
 def test_classes_of_a_mask_that_depends_on_the_head_itself():
     keep = patches(160, 640)
     # at the edge of a panel on every machine: where both parts of a mask are partial, the class of their tile is partial too
-    found, is_shared, panel = classes(160, 640, mask=lambda b, h, i, j: keep[i, j] & (j >= 128 * h))
+    actual, is_shared, panel = classes(160, 640, mask=lambda b, h, i, j: keep[i, j] & (j >= 128 * h))
     wanted = keep & (torch.arange(640) >= 128 * torch.arange(4)[:, None, None])
-    torch.testing.assert_close(found, by_hand(wanted.expand(2, 4, 160, 640), panel))
+    torch.testing.assert_close(actual, by_hand(wanted.expand(2, 4, 160, 640), panel))
     assert is_shared  # by the two batch entries
 
 
@@ -132,25 +132,25 @@ def test_tiles_that_a_bias_empties_are_empty(dtype):
     q, kv = 200, 900
     keep = torch.ones(q, kv, dtype=torch.bool).tril() & (torch.arange(kv) > 40)
     bias = torch.randn(q, kv).to(dtype).masked_fill(~keep, -torch.inf)
-    found, is_shared, panel = classes(q, kv, score=lambda s, b, h, i, j: s + 0.5 * bias[i, j])
+    actual, is_shared, panel = classes(q, kv, score=lambda s, b, h, i, j: s + 0.5 * bias[i, j])
     assert is_shared
-    torch.testing.assert_close(found == EMPTY, by_hand(keep.expand(2, 4, q, kv), panel) == EMPTY)
+    torch.testing.assert_close(actual == EMPTY, by_hand(keep.expand(2, 4, q, kv), panel) == EMPTY)
 
 
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf, -3e38])
 def test_tiles_of_other_numbers_are_not_empty(fill):
     bias = torch.full((64, 128), -torch.inf)
     bias[40, 70] = fill
-    found, _, panel = classes(64, 128, score=lambda s, b, h, i, j: s + bias[i, j])
-    assert (found[:, :, 1, 70 // panel] != EMPTY).all()
+    actual, _, panel = classes(64, 128, score=lambda s, b, h, i, j: s + bias[i, j])
+    assert (actual[:, :, 1, 70 // panel] != EMPTY).all()
 
 
 def test_nan_decides_nothing():
     buffer = torch.ones(64, 128)
     buffer[3, 100] = torch.nan
-    found, _, panel = classes(64, 128, mask=lambda b, h, i, j: buffer[i, j] > 0)
-    assert (found[:, :, 0, 100 // panel] == PARTIAL).all()
-    assert (found[:, :, 1] == FULL).all()
+    actual, _, panel = classes(64, 128, mask=lambda b, h, i, j: buffer[i, j] > 0)
+    assert (actual[:, :, 0, 100 // panel] == PARTIAL).all()
+    assert (actual[:, :, 1] == FULL).all()
 
 
 def exact(q, k, v, keep):
@@ -173,9 +173,9 @@ def test_a_buffer_that_changes_is_read_anew(dtype):
     def check():
         with foci.use("cpu"):
             out = foci.attention(q, k, v, mask=mask)
-        found = (out, *torch.autograd.grad(out, (q, k, v), gradient))
+        results = (out, *torch.autograd.grad(out, (q, k, v), gradient))
         wanted = exact(q, k, v, buffer != 0)
-        for a, b in zip(found, (wanted, *torch.autograd.grad(wanted, (q, k, v), gradient.double())), strict=True):
+        for a, b in zip(results, (wanted, *torch.autograd.grad(wanted, (q, k, v), gradient.double())), strict=True):
             torch.testing.assert_close(a.double(), b.double(), atol=2e-5, rtol=1e-4)
 
     check()

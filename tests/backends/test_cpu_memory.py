@@ -45,8 +45,8 @@ def sanitizer():
     """AddressSanitizer's library, None where g++ has none."""
     if shutil.which("g++") is None:
         return None
-    found = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
-    return found if os.path.isabs(found) else None
+    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    return library if os.path.isabs(library) else None
 
 
 @pytest.mark.slow

@@ -58,9 +58,9 @@ def test_transposed_tensors(heads, q_len, kv_len, D, Dv, dtype, causal):
 def test_gradients_lie_as_the_tensors_do(heads_in_rows):
     rows = torch.randn(2, 3, 70, 48, requires_grad=True)
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) if heads_in_rows else t for t in rows.split(16, 3))
-    found = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    grads = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
     expected = torch.autograd.grad(exact(q, k, v).sum(), (q, k, v))
-    for gradient, right in zip(found, expected, strict=True):
+    for gradient, right in zip(grads, expected, strict=True):
         torch.testing.assert_close(gradient, right.float(), atol=2e-6, rtol=1e-5)
         assert gradient.transpose(1, 2).is_contiguous() is heads_in_rows
         assert gradient.is_contiguous() is not heads_in_rows
@@ -72,9 +72,9 @@ def test_gradients_side_by_side_have_the_bits_of_those_apart():
     q, k, v = torch.randn(2, 4, 70, 16), *qkv(2, 2, 70)[:2]
     operands = Operands(q, k, v, scale=0.25)
     results = kernel.forward(operands)
-    given = results, Cotangents(torch.randn_like(results.out))
-    apart = kernel.backward(operands, *given)
-    together = kernel.backward(replace(operands, program=Program(joined=True)), *given)
+    arguments = results, Cotangents(torch.randn_like(results.out))
+    apart = kernel.backward(operands, *arguments)
+    together = kernel.backward(replace(operands, program=Program(joined=True)), *arguments)
     for name in ("query", "key", "value"):
         gradient = getattr(together, name)
         assert torch.equal(gradient, getattr(apart, name))
@@ -88,12 +88,12 @@ def test_gradients_side_by_side_have_the_bits_of_those_apart():
 def test_any_head_dim(D, dtype):
     tensors = qkv(1, 2, 70, D, dtype)
     tolerance = 5e-6 if dtype is torch.float32 else 3e-2
-    found = gradients(tensors)
+    grads = gradients(tensors)
     with foci.use("reference"):
         leaves = tuple(t.double().requires_grad_() for t in tensors)
         out = foci.attention(*leaves)
         expected = (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a.double(), b.double(), atol=tolerance, rtol=tolerance)
 
 
@@ -152,7 +152,7 @@ def test_tokens_of_no_sequence_get_zeros():
         (grad,) = torch.autograd.grad(out.sum(), tokens)
     finally:
         torch.use_deterministic_algorithms(was)
-    for found in (out, grad):
-        assert not found[:2].any()
-        assert not found[15:].any()
-        assert found[2:15].isfinite().all()
+    for tensor in (out, grad):
+        assert not tensor[:2].any()
+        assert not tensor[15:].any()
+        assert tensor[2:15].isfinite().all()

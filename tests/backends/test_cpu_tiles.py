@@ -21,8 +21,8 @@ def test_caller_blocks_decide_where_tiles_straddle_heads():
     blocks = torch.randint(0, 3, (2, 4, 3, 3), dtype=torch.int8)
     asked = Problem(formula, torch.float32, 16, 16, 4, 4, 2, 256, 256)
     operands = Operands(q, k, v, scale=0.25, blocks=blocks)
-    found, expected = (backends.load(name).build(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    actual, expected = (backends.load(name).build(Plan(name, asked, CPU)).forward(operands).out for name in ("cpu", "reference"))
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

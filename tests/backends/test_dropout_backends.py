@@ -64,20 +64,20 @@ def grid(b=3, h=2, q=5, kv=37):
 @pytest.mark.parametrize("p", [0.0, 1e-9, 0.25, 0.5, 0.999, 1.0])
 def test_follows_the_definition(p):
     seed = torch.tensor([0x1234567887654321])
-    found = keep(seed, p, *grid())
+    actual = keep(seed, p, *grid())
     key = (0x87654321, 0x12345678)
     for b, h, q, kv in [(0, 0, 0, 0), (2, 1, 4, 36), (1, 0, 3, 7), (0, 1, 2, 30)]:
         word = philox_of_big_integers((kv // 4, q, h, b), key)[kv % 4]
-        assert bool(found[b, h, q, kv]) == (p < 1 and word >= min(math.floor(p * 2**32), WORD))
+        assert bool(actual[b, h, q, kv]) == (p < 1 and word >= min(math.floor(p * 2**32), WORD))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("start, stop", [(0, 37), (0, 4), (1, 2), (3, 9), (8, 8), (5, 37), (36, 37)])
 def test_runs_are_parts_of_the_whole(p, start, stop):
     seed, (b, h, q, kv) = torch.tensor([99]), grid()
-    whole = keep(seed, p, b, h, q, kv)
-    assert torch.equal(keep_run(seed, p, (b, h, q), start, stop), whole[..., start:stop])
-    assert torch.equal(keep_run(seed, p, (b[1:], h, q[:, :, 2:4]), start, stop), whole[1:, :, 2:4, start:stop])
+    full = keep(seed, p, b, h, q, kv)
+    assert torch.equal(keep_run(seed, p, (b, h, q), start, stop), full[..., start:stop])
+    assert torch.equal(keep_run(seed, p, (b[1:], h, q[:, :, 2:4]), start, stop), full[1:, :, 2:4, start:stop])
 
 
 def test_ends_of_the_probability():

@@ -41,8 +41,8 @@ def by_hand(tensors, attended, grad_out):
     return out, lse, *grads
 
 
-def compare(found, expected, tolerance):
-    for name, a, b in zip(("out", "lse", "query", "key", "value"), found, expected, strict=True):
+def compare(actual, expected, tolerance):
+    for name, a, b in zip(("out", "lse", "query", "key", "value"), actual, expected, strict=True):
         a, b = a.double(), b.double()
         finite = b.isfinite() | (b == -torch.inf if name == "lse" else torch.zeros_like(b, dtype=torch.bool))
         assert torch.equal(a.isfinite() | (a == -torch.inf if name == "lse" else False), finite), name
@@ -163,8 +163,8 @@ def test_derivatives_of_every_order_leave_excluded_positions_out(backend, shape,
         ("vmap", torch.func.vmap(lambda *d: torch.func.jvp(fused, tuple(dirty), d)[1])(*(d[None] for d in directions))[0]),
     ):
         torch.testing.assert_close(tangent.double(), expected, atol=5e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    found = second_derivatives(fused, dirty, directions)
-    for name, a, b in zip(("query", "key", "value"), found, second_derivatives(formula, *exact), strict=True):
+    actual = second_derivatives(fused, dirty, directions)
+    for name, a, b in zip(("query", "key", "value"), actual, second_derivatives(formula, *exact), strict=True):
         torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -231,8 +231,8 @@ def test_what_lies_beyond_a_tensor_is_not_read(device, backend, length, causal):
     grads = torch.autograd.grad(out, leaves, within(tensors[3], device))
     keep = (torch.arange(length)[:, None] >= torch.arange(length)) | (not causal)
     expected = by_hand(tensors[:3], keep, tensors[3])
-    for found, exact in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
-        torch.testing.assert_close(found.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))
+    for actual, exact in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
+        torch.testing.assert_close(actual.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
 # JAG-01
@@ -259,8 +259,8 @@ def test_tokens_of_no_sequence_are_not_read(device, backend):
     for start, stop, length in zip(offsets[:-1], offsets[1:], used, strict=True):
         spans = (slice(start, stop), slice(start, start + length), slice(start, start + length), slice(start, stop))
         parts = [t[span].movedim(0, 1)[None] for t, span in zip(tensors, spans, strict=True)]
-        found = by_hand(parts[:3], torch.ones(stop - start, length, dtype=torch.bool), parts[3])
-        for whole, span, part in zip(expected, (spans[0], spans[0], *spans[1:3]), (found[0], *found[2:]), strict=True):
-            whole[span] = part[0].movedim(0, 1)
-    for found, exact in zip((out, *grads), expected, strict=True):
-        torch.testing.assert_close(found.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))
+        by_sequence = by_hand(parts[:3], torch.ones(stop - start, length, dtype=torch.bool), parts[3])
+        for destination, span, part in zip(expected, (spans[0], spans[0], *spans[1:3]), (by_sequence[0], *by_sequence[2:]), strict=True):
+            destination[span] = part[0].movedim(0, 1)
+    for actual, exact in zip((out, *grads), expected, strict=True):
+        torch.testing.assert_close(actual.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))

@@ -27,8 +27,8 @@ def backend(request, monkeypatch):
 
 def inputs(*, packed=False, wanted=(True, True, True), dtype=torch.bfloat16):
     shape = (256, 4, 64) if packed else (2, 256, 4, 64)
-    made = [torch.randn(shape, device="cuda", dtype=dtype) for _ in wanted]
-    return [(t if packed else t.transpose(1, 2)).requires_grad_(on) for t, on in zip(made, wanted, strict=True)]
+    tensors = [torch.randn(shape, device="cuda", dtype=dtype) for _ in wanted]
+    return [(t if packed else t.transpose(1, 2)).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
 
 
 def packed_call(**options):
@@ -62,8 +62,8 @@ def passes(backend, call, tensors, cotangent, seed=0):
     return [out, *(torch.autograd.grad(out, wanted, cotangent) if wanted else ())]
 
 
-def same(found, sought):
-    for got, want in zip(found, sought, strict=True):
+def same(actual, sought):
+    for got, want in zip(actual, sought, strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2)
 
@@ -96,8 +96,8 @@ def test_calls_through_the_dispatcher(backend, name):
             call = functools.partial(lambda at, q, k, v: foci.varlen_attn(q, k, v, at, at, 200, 200, window_size=(-1, 0)), offsets)
         cotangent = torch.randn_like(tensors[0])
         with Dispatched():
-            found = passes(backend, call, tensors, cotangent, turn)
-        same(found, passes("reference", call, tensors, cotangent, turn))
+            actual = passes(backend, call, tensors, cotangent, turn)
+        same(actual, passes("reference", call, tensors, cotangent, turn))
 
 
 def test_on_several_streams_at_once(backend):
@@ -108,12 +108,12 @@ def test_on_several_streams_at_once(backend):
     torch.cuda.synchronize()
     streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(2))]
     for _ in range(5):
-        found = []
-        for stream, given in zip(streams, tensors, strict=True):
+        runs = []
+        for stream, operands in zip(streams, tensors, strict=True):
             with torch.cuda.stream(stream):
-                found.append(passes(backend, call, given, cotangent))
+                runs.append(passes(backend, call, operands, cotangent))
         torch.cuda.synchronize()
-        for one, want in zip(found, sought, strict=True):
+        for one, want in zip(runs, sought, strict=True):
             same(one, want)
 
 
@@ -178,7 +178,7 @@ def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim
         monkeypatch.setattr(module, name, OrderedDict())
     monkeypatch.setattr(kernel, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
-    assert [type(made.backward_pass).__name__ for _, made in execution._kernels.values()] == ["HopperBackward"]
+    assert [type(compiled_kernel.backward_pass).__name__ for _, compiled_kernel in execution._kernels.values()] == ["HopperBackward"]
 
 
 def of_other_tokens(backend, options, separate, *, heads, dim, sequences, longest):
@@ -239,8 +239,8 @@ def test_nothing_is_kept_alive(backend):
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    found = [memory() for _ in range(6)]
-    assert found[2] == found[5]
+    usage = [memory() for _ in range(6)]
+    assert usage[2] == usage[5]
 
 
 def test_captured_by_inductor(backend):
@@ -255,9 +255,9 @@ def test_captured_by_inductor(backend):
             cotangent = torch.randn_like(tensors[0])
             torch.compiler.cudagraph_mark_step_begin()
             out = compiled(*tensors)
-            found = [out.clone(), *torch.autograd.grad(out, tensors, cotangent)]
+            results = [out.clone(), *torch.autograd.grad(out, tensors, cotangent)]
             want = model(*tensors)
-            same(found, [want, *torch.autograd.grad(want, tensors, cotangent)])
+            same(results, [want, *torch.autograd.grad(want, tensors, cotangent)])
 
 
 def paged(turn, *, dtype=torch.int32, max_kv=None):
@@ -277,18 +277,18 @@ def test_known_paged_calls_read_their_own_pages(monkeypatch, name, dtype, way):
     monkeypatch.setattr(call_cache, "_calls", type(call_cache._calls)())
     mask = None if name == "plain" else masks.causal_lower_right() & foci.Mask(lambda b, h, q, k: k >= foci.kv_len() - 90)
     for turn in range(4):
-        given = paged(turn, dtype=dtype)
+        arguments = paged(turn, dtype=dtype)
         with foci.use("reference"):
-            sought = foci.paged_attention(*given, mask=mask)
+            sought = foci.paged_attention(*arguments, mask=mask)
         with foci.use("triton"), Dispatched() if way == "dispatched" else torch.no_grad():
             if way == "graph":
                 foci.paged_attention(*paged(turn, dtype=dtype), mask=mask)
                 still, graph = [torch.empty_like(t).copy_(t) for t in paged(9, dtype=dtype)], torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    found = foci.paged_attention(*still, mask=mask)
-                for into, t in zip(still, given, strict=True):
+                    actual = foci.paged_attention(*still, mask=mask)
+                for into, t in zip(still, arguments, strict=True):
                     into.copy_(t)
                 graph.replay()
             else:
-                found = foci.paged_attention(*given, mask=mask)
-        same([found], [sought])
+                actual = foci.paged_attention(*arguments, mask=mask)
+        same([actual], [sought])

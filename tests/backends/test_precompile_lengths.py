@@ -59,13 +59,13 @@ def precompiled(arch, problem, monkeypatch):
 def test_other_sizes_need_no_other_kernel(problem: Problem, arch, monkeypatch):
     known = precompiled(arch, problem, monkeypatch)
     asked = [sizes for sizes in problem.sizes(LENGTHS, BATCHES) if sizes.batch * sizes.kv_len <= 1 << 18]
-    found = needs(arch, problem, asked)
-    new = [kernel for kernel in found if kernel not in known]
+    sizes_by_kernel = needs(arch, problem, asked)
+    new = [kernel for kernel in sizes_by_kernel if kernel not in known]
     lines = []
     for kernel in new:
         alike = by_name(known).get(kernel.name, [])
         nearest = min(alike, key=lambda other: len(kernel.differences(other)), default=None)
-        lines.append(f"{kernel.name} {found[kernel][:3]} {nearest and kernel.differences(nearest)}")
+        lines.append(f"{kernel.name} {sizes_by_kernel[kernel][:3]} {nearest and kernel.differences(nearest)}")
     assert not new, "\n".join(lines)
 
 

@@ -24,9 +24,9 @@ def tensors(dtype=torch.float64, seed=0):
 
 
 def call(inputs, score=None, mask=None, outputs=EVERYTHING, **more):
-    found = bind(score, mask, torch.device("cpu"))
-    asked = Formula(found.variant, outputs=outputs, dropout="seed" in more, block_size=more.pop("block_size", None))
-    return Operands(*inputs, found.captures, found.ints, found.floats, 0.6, **more), asked
+    bound = bind(score, mask, torch.device("cpu"))
+    asked = Formula(bound.variant, outputs=outputs, dropout="seed" in more, block_size=more.pop("block_size", None))
+    return Operands(*inputs, bound.captures, bound.ints, bound.floats, 0.6, **more), asked
 
 
 def by_loops(query, key, value, score, allowed):
@@ -36,16 +36,16 @@ def by_loops(query, key, value, score, allowed):
     for b in range(B):
         for h in range(HQ):
             for i in range(SQ):
-                found = {}
+                scores = {}
                 for j in range(SKV):
                     product = sum(float(query[b, h, i, d]) * float(key[b, h // 2, j, d]) for d in range(D))
                     if allowed(b, h, i, j):
-                        found[j] = score(0.6 * product, b, h, i, j)
-                if found:
-                    row_max[b, h, i] = max(found.values())
-                    total = math.fsum(math.exp(s) for s in found.values())
+                        scores[j] = score(0.6 * product, b, h, i, j)
+                if scores:
+                    row_max[b, h, i] = max(scores.values())
+                    total = math.fsum(math.exp(s) for s in scores.values())
                     lse[b, h, i] = math.log(total)
-                    for j, s in found.items():
+                    for j, s in scores.items():
                         weights[b, h, i, j] = math.exp(s) / total
                         out[b, h, i] += weights[b, h, i, j] * value[b, h // 2, j]
     return out, lse, row_max, weights.sum(2), weights
@@ -70,8 +70,8 @@ def test_equals_loops(name):
     score, mask, by_hand, allowed = VARIANTS[name]
     inputs = tensors()
     operands, asked = call(inputs, score, mask)
-    for found, exact in zip(vars(attend(operands, asked)).values(), by_loops(*inputs, by_hand, allowed)):
-        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
+    for actual, exact in zip(vars(attend(operands, asked)).values(), by_loops(*inputs, by_hand, allowed)):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
 
 
 def test_blocks_override_the_mask():
@@ -82,17 +82,17 @@ def test_blocks_override_the_mask():
         kind = int(blocks[0, 0, i // 3, j // 3])
         return kind == 2 or (kind == 1 and j % 2 == 0)
 
-    for found, exact in zip(vars(attend(operands, asked)).values(), by_loops(*tensors(), lambda s, *_: s, allowed)):
-        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
+    for actual, exact in zip(vars(attend(operands, asked)).values(), by_loops(*tensors(), lambda s, *_: s, allowed)):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-13)
 
 
 # JAG-03
 def test_jagged_is_each_sequence_alone():
     query, key, value = (torch.randn(1, heads, 20, width, dtype=torch.float64) for heads, width in ((HQ, D), (HKV, D), (HKV, DV)))
     cu_q, cu_kv = torch.tensor([0, 4, 4, 13, 20]), torch.tensor([0, 6, 9, 9, 20])
-    found = bind(lambda s, b, h, q, kv: s + 0.1 * b * (q - kv), lambda b, h, q, kv: kv <= q + 2, torch.device("cpu"))
-    operands = Operands(query, key, value, (), found.ints, found.floats, 0.6, cu_q=cu_q, cu_kv=cu_kv, max_q=9, max_kv=11)
-    packed = attend(operands, Formula(found.variant, Layout.JAGGED, Outputs(lse=True, column_sums=True)))
+    bound = bind(lambda s, b, h, q, kv: s + 0.1 * b * (q - kv), lambda b, h, q, kv: kv <= q + 2, torch.device("cpu"))
+    operands = Operands(query, key, value, (), bound.ints, bound.floats, 0.6, cu_q=cu_q, cu_kv=cu_kv, max_q=9, max_kv=11)
+    packed = attend(operands, Formula(bound.variant, Layout.JAGGED, Outputs(lse=True, column_sums=True)))
     for n in range(4):
         q, kv = slice(*cu_q[n : n + 2].tolist()), slice(*cu_kv[n : n + 2].tolist())
         scores = 0.6 * query[0, :, q] @ key[0, :, kv].repeat_interleave(2, 0).mT
@@ -107,8 +107,8 @@ def test_jagged_is_each_sequence_alone():
 def test_gradcheck(score):
     inputs = [t.requires_grad_() for t in tensors()]
 
-    def function(*given):
-        operands, asked = call(given, score, lambda b, h, q, kv: (kv <= q + 1) & (q != 2), seed=torch.tensor([3]), dropout_p=0.4)
+    def function(*arguments):
+        operands, asked = call(arguments, score, lambda b, h, q, kv: (kv <= q + 1) & (q != 2), seed=torch.tensor([3]), dropout_p=0.4)
         results = attend(operands, asked)
         return results.out, results.lse.nan_to_num(neginf=0.0), results.column_sums, results.weights
 
@@ -119,8 +119,8 @@ def test_gradcheck(score):
 def test_is_differentiable_in_every_mode():
     inputs, tangents = tensors(), tensors(seed=1)
 
-    def out(*given):
-        return attend(*call(given, mask=lambda b, h, q, kv: kv <= q)).out
+    def out(*arguments):
+        return attend(*call(arguments, mask=lambda b, h, q, kv: kv <= q)).out
 
     _, forward = torch.func.jvp(out, tuple(inputs), tuple(tangents))
     direction = torch.randn_like(forward)

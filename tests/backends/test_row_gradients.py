@@ -75,9 +75,9 @@ def test_it_has_the_gradient_of_the_logsumexp(backend, shape, dtype):
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(aux.lse)
     expected = by_hand((query, key, value), bias.detach().expand(2, 4, 19, 35), keep.expand(2, 4, 19, 35), (grad_out, grad_lse))
     grad_lse[:, :, 5:8] = torch.nan
-    found = torch.autograd.grad((out, aux.lse), (query, key, value, bias), (grad_out, grad_lse))
+    gradients = torch.autograd.grad((out, aux.lse), (query, key, value, bias), (grad_out, grad_lse))
     tolerance = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 4e-2}[dtype]
-    for a, b in zip(found, (*expected[:3], expected[3].sum_to_size(bias.shape)), strict=True):
+    for a, b in zip(gradients, (*expected[:3], expected[3].sum_to_size(bias.shape)), strict=True):
         torch.testing.assert_close(a.double(), b, atol=tolerance * max(1.0, float(b.abs().max())), rtol=0)
 
 
@@ -92,13 +92,13 @@ def test_beside_reads_that_follow_the_keys(backend):
             query, key, value, score=lambda s, b, h, q, k: s + table[h, q] * (q + 1) + table[h, k], return_aux=foci.AuxRequest(lse=True)
         )
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(aux.lse)
-    (found,) = torch.autograd.grad((out, aux.lse), table, (grad_out, grad_lse))
+    (gradient,) = torch.autograd.grad((out, aux.lse), table, (grad_out, grad_lse))
     wide = table.detach().double().requires_grad_()
     added = wide[:, :, None] * torch.arange(1, 24)[:, None] + wide[:, None, :]
     scores = query.double() @ key.double().mT * 0.25 + added
     flowing = (torch.softmax(scores, -1) @ value.double(), scores.logsumexp(-1))
     (expected,) = torch.autograd.grad(flowing, wide, (grad_out.double(), grad_lse.double()))
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 # JAG-01
@@ -115,8 +115,8 @@ def test_in_packed_sequences(backend):
             return_aux=foci.AuxRequest(lse=True),
         )  # fmt: skip
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
-    (found,) = torch.autograd.grad((out, lse), table, (grad_out, grad_lse))
+    (gradient,) = torch.autograd.grad((out, lse), table, (grad_out, grad_lse))
     expected = torch.zeros(table.shape, dtype=torch.float64)
     for n, (start, length) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
         expected[n, :, :length] = grad_lse[:, start : start + length].double() * length
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)

@@ -189,11 +189,11 @@ def test_a_failure_in_a_compiled_call_and_with_caches_that_check_themselves(inst
     attend = torch.compile(lambda q: foci.attention(q, q, q, mask=masks.causal()), backend="aot_eager", fullgraph=True)
     q = torch.randn(1, 2, 64, 64).to(torch.bfloat16)
     with foci.use("hopper", "triton", "blocked"), foci.observe() as log, pytest.warns(UserWarning, match="fails its self-check"):
-        found = [attend(q) for _ in range(3)]
+        outs = [attend(q) for _ in range(3)]
     assert {call.backend for call in log.calls} == {"blocked"}
     assert sorted(kind.backend for kind in kinds) == ["hopper", "triton"]
     expected = torch.nn.functional.scaled_dot_product_attention(q.double(), q.double(), q.double(), is_causal=True)
-    for out in found:
+    for out in outs:
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -201,8 +201,8 @@ def test_a_failure_in_a_compiled_call_and_with_caches_that_check_themselves(inst
 def test_kernels_that_are_checked_are_not_tuned(installed):
     installed(Verdict(None))
     asked = problem(masks.causal(), tuned=True)
-    made = {target: triton_backend.BACKEND.build(Plan("triton", asked, target)) for target in (UNSEEN, H200)}
-    assert [type(made[target]).__name__ for target in (UNSEEN, H200)] == ["GpuKernel", "TunedKernel"]
+    kernels = {target: triton_backend.BACKEND.build(Plan("triton", asked, target)) for target in (UNSEEN, H200)}
+    assert [type(kernels[target]).__name__ for target in (UNSEEN, H200)] == ["GpuKernel", "TunedKernel"]
 
 
 # NOW-02
@@ -362,13 +362,13 @@ def raise_it(tensor):
 def test_wrong_kernels_are_found(part, change, failure):
     foci.register_backend(Wrong(part, change))
     try:
-        found = judge(replace(KIND, backend="wrong", variant="full"), torch.device("cpu"))
+        verdict = judge(replace(KIND, backend="wrong", variant="full"), torch.device("cpu"))
     finally:
         foci.unregister_backend("wrong")
-    assert found.failure is not None
-    assert failure in found.failure
-    assert "more of it" not in found.failure
-    assert found.is_final
+    assert verdict.failure is not None
+    assert failure in verdict.failure
+    assert "more of it" not in verdict.failure
+    assert verdict.is_final
 
 
 def test_a_full_gpu_says_nothing_of_the_kernels():
@@ -400,17 +400,17 @@ def test_the_check_runs_whatever_surrounds_its_caller():
     ],
 )
 def test_a_process_that_dies_is_a_verdict(code, failure, is_final):
-    found = run_in_process(KIND, "cpu", code, limit=2 if "sleep" in code else 60)
-    assert found.is_final == is_final
-    assert found.failure is None if failure is None else failure in found.failure
+    verdict = run_in_process(KIND, "cpu", code, limit=2 if "sleep" in code else 60)
+    assert verdict.is_final == is_final
+    assert verdict.failure is None if failure is None else failure in verdict.failure
 
 
 @pytest.mark.parametrize("executable", ["", "/nowhere/python"])
 def test_a_process_that_cannot_start_is_no_final_verdict(monkeypatch, executable):
     monkeypatch.setattr(sys, "executable", executable)
-    found = run_in_process(KIND, "cpu")
-    assert found.failure is not None
-    assert not found.is_final
+    verdict = run_in_process(KIND, "cpu")
+    assert verdict.failure is not None
+    assert not verdict.is_final
 
 
 def test_the_environment_turns_checks_off():

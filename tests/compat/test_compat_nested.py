@@ -17,36 +17,36 @@ public = load_without("nested", "torch.*")
 
 @pytest.mark.parametrize("ragged", [1, 2])
 def test_the_tensors_inside(ragged):
-    made = torch.nested.nested_tensor([torch.randn(n, 2, 3) for n in (3, 5, 2)], layout=torch.jagged)
-    made = made.transpose(1, 2) if ragged == 2 else made
+    nested = torch.nested.nested_tensor([torch.randn(n, 2, 3) for n in (3, 5, 2)], layout=torch.jagged)
+    nested = nested.transpose(1, 2) if ragged == 2 else nested
     assert compat.HAS_FIELDS and not public.HAS_FIELDS
     assert public.NestedTensor is compat.NestedTensor is public.LearnedNested
     for module in (compat, public):
-        assert module.ragged_dim(made) == ragged and module.length_extremes(made) == (5, 2)
-        assert module.inner_offsets(made) is made.offsets() and module.inner_lengths(made) is None
-        assert torch.equal(module.inner_values(made), made.values())
-        again = module.nested_of_rows(made.values() * 2, made, ragged)
-        assert torch.equal(again.values(), made.values() * 2) and again.shape == made.shape
+        assert module.ragged_dim(nested) == ragged and module.length_extremes(nested) == (5, 2)
+        assert module.inner_offsets(nested) is nested.offsets() and module.inner_lengths(nested) is None
+        assert torch.equal(module.inner_values(nested), nested.values())
+        again = module.nested_of_rows(nested.values() * 2, nested, ragged)
+        assert torch.equal(again.values(), nested.values() * 2) and again.shape == nested.shape
 
 
 def test_sequences_with_gaps_between_them():
     padded = torch.randn(3, 6, 4, requires_grad=True)
-    made = torch.nested.narrow(padded, 1, torch.tensor([0, 2, 1]), torch.tensor([3, 4, 2]), layout=torch.jagged)
+    nested = torch.nested.narrow(padded, 1, torch.tensor([0, 2, 1]), torch.tensor([3, 4, 2]), layout=torch.jagged)
     for module in (compat, public):
-        assert module.inner_lengths(made).tolist() == [3, 4, 2] and module.length_extremes(made) == (4, 2)
-        assert torch.equal(module.inner_values(made), padded.flatten(0, 1))
-    assert not public.inner_values(made).requires_grad
+        assert module.inner_lengths(nested).tolist() == [3, 4, 2] and module.length_extremes(nested) == (4, 2)
+        assert torch.equal(module.inner_values(nested), padded.flatten(0, 1))
+    assert not public.inner_values(nested).requires_grad
 
 
 def test_without_names_nested_tensors_are_made_by_public_functions():
     like = torch.nested.nested_tensor([torch.randn(n, 4) for n in (3, 5)], layout=torch.jagged)
-    found = public.nested_like(torch.ones(8, 4), like)
-    assert type(found) is compat.NestedTensor and found.shape == like.shape and found.values().sum() == 32
+    nested = public.nested_like(torch.ones(8, 4), like)
+    assert type(nested) is compat.NestedTensor and nested.shape == like.shape and nested.values().sum() == 32
 
 
 def test_sizes_of_strided_nested_tensors():
-    made = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)])
-    assert compat.strided_sizes(made).tolist() == public.strided_sizes(made).tolist() == [[2, 4], [5, 4]]
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)])
+    assert compat.strided_sizes(nested).tolist() == public.strided_sizes(nested).tolist() == [[2, 4], [5, 4]]
 
 
 @pytest.mark.slow

@@ -70,8 +70,8 @@ def test_nodes_and_modules(module):
     assert not module.is_erased(dead)
     graph.erase_node(dead)
     assert module.is_erased(dead) and not module.is_erased(x)
-    made = module.lazy_graph_module(torch.nn.Module(), graph)
-    torch.testing.assert_close(made(torch.ones(2)), torch.ones(2).sin())
+    graph_module = module.lazy_graph_module(torch.nn.Module(), graph)
+    torch.testing.assert_close(graph_module(torch.ones(2)), torch.ones(2).sin())
     assert module.is_higher_order(torch.ops.higher_order.cond) and not module.is_higher_order(torch.ops.aten.sin.default)
     assert not module.is_higher_order(torch.sin)
 

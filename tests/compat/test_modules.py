@@ -18,11 +18,11 @@ public = load_without("modules", "torch.*")
 def test_submodules_are_those_torch_keeps():
     shared = torch.nn.Linear(2, 2)
     module = torch.nn.ModuleDict({"one": shared, "two": torch.nn.Sequential(torch.nn.ReLU(), shared), "three": shared})
-    found = public.submodules(module)
-    assert dict(found) == dict(compat.submodules(module)) == {"one": shared, "two": module["two"], "three": shared}
-    assert found.get("four") is None and len(found) == 3
+    submodules = public.submodules(module)
+    assert dict(submodules) == dict(compat.submodules(module)) == {"one": shared, "two": module["two"], "three": shared}
+    assert submodules.get("four") is None and len(submodules) == 3
     module["four"] = torch.nn.Tanh()
-    assert found["four"] is compat.submodules(module)["four"] is module["four"]
+    assert submodules["four"] is compat.submodules(module)["four"] is module["four"]
 
 
 def test_hooks_for_all_modules():

@@ -23,36 +23,36 @@ def is_private(name):
 
 def own_names(trees):
     """Underscore names that classes of foci have: methods, fields, what they set on themselves, and what it writes on others' objects."""
-    found = {"_replace", "_fields", "_asdict"}  # of NamedTuple
+    names = {"_replace", "_fields", "_asdict"}  # of NamedTuple
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 for part in node.body:
                     if isinstance(part, ast.FunctionDef):
-                        found.add(part.name)
+                        names.add(part.name)
                     elif isinstance(part, (ast.Assign, ast.AnnAssign)):
                         targets = part.targets if isinstance(part, ast.Assign) else [part.target]
-                        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+                        names |= {target.id for target in targets if isinstance(target, ast.Name)}
             elif isinstance(node, ast.Attribute):
                 is_set = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
                 if is_set or node.attr.startswith("_foci_"):
-                    found.add(node.attr)
-    return found
+                    names.add(node.attr)
+    return names
 
 
 def roots(tree):
     """Names in a module that stand for a dependency, or for a part of one."""
-    found = set(PACKAGES)
+    names = set(PACKAGES)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.asname for alias in node.names if alias.asname and alias.name.split(".")[0] in PACKAGES}
+            names |= {alias.asname for alias in node.names if alias.asname and alias.name.split(".")[0] in PACKAGES}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Attribute) and root_of(node.value) in found:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Attribute) and root_of(node.value) in names:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
 
 
 def root_of(node):
@@ -61,7 +61,7 @@ def root_of(node):
     return node.id if isinstance(node, ast.Name) else None
 
 
-def private_names(tree, own):
+def private_names(tree, known_names):
     """(line, name) of what a module reads of its dependencies that is not public."""
     outside = roots(tree)
     for node in ast.walk(tree):
@@ -75,7 +75,7 @@ def private_names(tree, own):
                 yield node.lineno, name
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             is_outside = root_of(node) in outside and not isinstance(node.value, ast.Call)
-            if node.attr not in own or (is_outside and root_of(node) != node.attr):
+            if node.attr not in known_names or (is_outside and root_of(node) != node.attr):
                 yield node.lineno, ast.unparse(node)
 
 
@@ -128,13 +128,13 @@ def test_a_name_taken_away_by_the_environment_gives_no_warning(monkeypatch):
 
 
 def test_the_first_of_several_names_is_taken(monkeypatch):
-    def found():
+    def look_up():
         return lookup.find_first(("torch.nn.no_such", ("3.0", "3.1")), ("torch.nn.Linear", ("2.11", "3.1")), fallback=sum, without="adds")
 
     monkeypatch.setattr(lookup, "_names", {})
-    assert found() is torch.nn.Linear and list(lookup._names) == ["torch.nn.Linear"]
+    assert look_up() is torch.nn.Linear and list(lookup._names) == ["torch.nn.Linear"]
     monkeypatch.setattr(lookup, "_patterns", ["torch.nn.*"])
-    assert found() is sum
+    assert look_up() is sum
 
 
 def test_a_name_of_a_module_that_is_being_imported(tmp_path, monkeypatch):

@@ -23,16 +23,16 @@ def factor(name: str, dtype: torch.dtype) -> float:
     return HALF_FACTORS.get(name, HALF_FORWARD) if dtype in (torch.float16, torch.bfloat16) else FULL_FACTOR
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(actual: Tensor, exact: Tensor) -> float:
     """Largest absolute difference; infinite where one is NaN or only one is infinite."""
-    found, exact = found.double(), exact.double()
-    same = (found == exact) | ~(torch.isfinite(exact) | torch.isfinite(found)) & (found == exact)
-    distance = torch.where(same, 0.0, (found - exact).abs()).nan_to_num(nan=torch.inf)
+    actual, exact = actual.double(), exact.double()
+    same = (actual == exact) | ~(torch.isfinite(exact) | torch.isfinite(actual)) & (actual == exact)
+    distance = torch.where(same, 0.0, (actual - exact).abs()).nan_to_num(nan=torch.inf)
     return float(distance.max()) if distance.numel() else 0.0
 
 
 def check(
-    name: str, dtype: torch.dtype, found: Tensor, plain: Tensor, exact: Tensor, lse: Tensor | None = None, terms: Tensor | None = None
+    name: str, dtype: torch.dtype, actual: Tensor, plain: Tensor, exact: Tensor, lse: Tensor | None = None, terms: Tensor | None = None
 ) -> None:
     """Asserts that `found` is within budget.
 
@@ -45,19 +45,19 @@ def check(
         lse: of a gradient, the logsumexp: weights that are rebuilt from it carry its rounding, which grows with the scores.
         terms: of a gradient, what is summed to it, before differences are taken: rounding is a share of that, also where the sum is zero.
     """
-    assert found.shape == exact.shape, f"{name}: shape {tuple(found.shape)}, not {tuple(exact.shape)}"
+    assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     finite = exact[torch.isfinite(exact)]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     if terms is not None and terms.numel():
         largest = max(largest, float(terms.abs().max()))
     # Sums kept in float32 next to half inputs need not be better than a sixteenth of the inputs' rounding.
-    rounding = max(torch.finfo(found.dtype).eps, torch.finfo(dtype).eps / 16)
+    rounding = max(torch.finfo(actual.dtype).eps, torch.finfo(dtype).eps / 16)
     floor = FLOOR[dtype] * rounding * largest + 1e-30
     if lse is not None:
         size = lse.abs().nan_to_num(posinf=0.0)
         floor += 4 * torch.finfo(accumulation_dtype(dtype)).eps * (float(size.max()) if size.numel() else 0.0) * largest
     budget = factor(name, dtype) * error(plain, exact) + floor
-    distance = error(found, exact)
+    distance = error(actual, exact)
     assert distance <= budget, f"{name}: off by {distance:.3g}, plain formula by {error(plain, exact):.3g}, budget {budget:.3g}"
 
 

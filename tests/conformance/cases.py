@@ -71,9 +71,9 @@ class Case:
 @functools.lru_cache(maxsize=4)
 def bound(case: Case, device: str) -> Bound:
     score, mask = case.functions(case.sizes, torch.device(device))
-    found = bind(score, mask, torch.device(device), case.block_size)
-    captures = (c.to(case.dtype) if c.is_floating_point() else c for c in found.captures)
-    return replace(found, captures=tuple(c.detach().clone() for c in captures))
+    bound_functions = bind(score, mask, torch.device(device), case.block_size)
+    captures = (c.to(case.dtype) if c.is_floating_point() else c for c in bound_functions.captures)
+    return replace(bound_functions, captures=tuple(c.detach().clone() for c in captures))
 
 
 def problem(case: Case, device: str) -> Problem:
@@ -92,7 +92,7 @@ def problem(case: Case, device: str) -> Problem:
 
 def operands(case: Case, device: str) -> Operands:
     """The tensors of the case, the same at each call."""
-    s, found = case.sizes, bound(case, device)
+    s, bound_functions = case.sizes, bound(case, device)
     generator = torch.Generator().manual_seed(len(case.name) + sum(case.name.encode()))
     draw = functools.partial(torch.randn, generator=generator)
     width = case.value_dim or s.D
@@ -113,7 +113,7 @@ def operands(case: Case, device: str) -> Operands:
             more[f"cu_{name}"] = torch.tensor(_offsets(i, case.spans), device=device)
             if case.spans:
                 more[f"{name}_lengths"] = torch.tensor([pair[i] for pair in LENGTHS], device=device)
-    return Operands(query, key, value, found.captures, found.ints, found.floats, case.scale, **more)
+    return Operands(query, key, value, bound_functions.captures, bound_functions.ints, bound_functions.floats, case.scale, **more)
 
 
 def _offsets(i: int, spans: bool) -> list[int]:

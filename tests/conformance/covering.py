@@ -73,12 +73,12 @@ class Table:
 
     def pairs(self) -> list[Pair]:
         """All pairs that no rule forbids by itself, in a fixed order."""
-        found = []
+        combinations = []
         for first, second in itertools.combinations(self.dimensions, 2):
             for a, b in itertools.product(self.dimensions[first], self.dimensions[second]):
                 if self.is_allowed({first: a, second: b}):
-                    found.append((first, a, second, b))
-        return found
+                    combinations.append((first, a, second, b))
+        return combinations
 
     def cover(self, seed: int, cheap: Sequence[str] = (), must: Sequence[tuple[str, str]] | None = None) -> tuple[list[Row], list[Pair]]:
         """Rows that hold every pair that can occur, and the pairs that cannot.

@@ -25,29 +25,37 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 def claimed() -> list:
     """Backend, case and device of everything that a backend claims."""
-    found = []
+    params = []
     for device in DEVICES:
         target = find_target(torch.device(device))
         marks = [pytest.mark.gpu] if device == "cuda" else []
         for case in CASES:
             asked = problem(case, device)
             takers = [name for name in backends.names() if backends.load(name).reject(asked, target) is None]
-            found += [pytest.param(name, case, device, id=f"{name}-{case.id}-{device}", marks=marks) for name in takers]
-    return found
+            params += [pytest.param(name, case, device, id=f"{name}-{case.id}-{device}", marks=marks) for name in takers]
+    return params
 
 
-def in_float64(given: Operands) -> Operands:
+def in_float64(arguments: Operands) -> Operands:
     def wide(t):
         return t.double() if t.is_floating_point() else t
 
-    return replace(given, query=wide(given.query), key=wide(given.key), value=wide(given.value), captures=tuple(map(wide, given.captures)))
+    return replace(
+        arguments,
+        query=wide(arguments.query),
+        key=wide(arguments.key),
+        value=wide(arguments.value),
+        captures=tuple(map(wide, arguments.captures)),
+    )
 
 
-def differentiate(function, given: Operands, asked, case: Case) -> tuple[Results, Gradients]:
+def differentiate(function, arguments: Operands, asked, case: Case) -> tuple[Results, Gradients]:
     """Results of a differentiable formula, and its gradients by autograd."""
     wanted = (asked.query_grad, asked.key_grad, asked.value_grad, *asked.capture_grads)
-    inputs = [t.detach().requires_grad_(on) for t, on in zip((given.query, given.key, given.value, *given.captures), wanted)]
-    results = function(replace(given, query=inputs[0], key=inputs[1], value=inputs[2], captures=tuple(inputs[3:])), asked.formula)
+    inputs = [
+        t.detach().requires_grad_(on) for t, on in zip((arguments.query, arguments.key, arguments.value, *arguments.captures), wanted)
+    ]
+    results = function(replace(arguments, query=inputs[0], key=inputs[1], value=inputs[2], captures=tuple(inputs[3:])), asked.formula)
     flowing = cotangents(case, results)
     pairs = [(getattr(results, f.name), getattr(flowing, f.name)) for f in fields(Cotangents)]
     pairs = [(output, g) for output, g in pairs if g is not None and output.requires_grad]
@@ -67,47 +75,47 @@ def detached(results: Results) -> Results:
 @functools.lru_cache(maxsize=2)
 def expected(case: Case, device: str):
     """Plain and exact results and gradients of a case."""
-    asked, given = problem(case, device), operands(case, device)
-    return differentiate(plain, given, asked, case), differentiate(exact_formula, in_float64(given), asked, case)
+    asked, arguments = problem(case, device), operands(case, device)
+    return differentiate(plain, arguments, asked, case), differentiate(exact_formula, in_float64(arguments), asked, case)
 
 
 def ran(name: str, case: Case, device: str) -> tuple[Results, Gradients]:
-    asked, given = problem(case, device), operands(case, device)
+    asked, arguments = problem(case, device), operands(case, device)
     kernel = backends.load(name).build(Plan(name, asked, find_target(torch.device(device))))
-    results = kernel.forward(given)
+    results = kernel.forward(arguments)
     if not asked.needs_backward:
         return results, Gradients(None, None, None)
-    return results, kernel.backward(given, Results(results.out, results.lse), cotangents(case, results))
+    return results, kernel.backward(arguments, Results(results.out, results.lse), cotangents(case, results))
 
 
 # SDPA-06, SDPA-07, SDPA-08, SDPA-09, SDPA-10, SDPA-11, SDPA-12, SDPA-13, SDPA-14, SDPA-19, SDPA-20
 # FLEX-03, FLEX-04, FLEX-07, FLEX-14, JAG-04, JAG-06
 @pytest.mark.parametrize("name, case, device", claimed())
 def test_forward_and_gradients(name, case, device):
-    given, outputs = operands(case, device), case.outputs
+    arguments, outputs = operands(case, device), case.outputs
     results, gradients = ran(name, case, device)
     (plain_results, plain_gradients), (exact_results, exact_gradients) = expected(case, device)
 
     assert results.out.dtype == case.dtype
-    heads_in_rows = given.query.stride(1) < given.query.stride(2)
+    heads_in_rows = arguments.query.stride(1) < arguments.query.stride(2)
     assert (results.out.transpose(1, 2) if heads_in_rows else results.out).is_contiguous()
     assert results.lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     for field in fields(Results):
-        found = getattr(results, field.name)
+        actual = getattr(results, field.name)
         if field.name in ("out", "lse") or getattr(outputs, field.name):
-            check(field.name, case.dtype, found, getattr(plain_results, field.name), getattr(exact_results, field.name))
+            check(field.name, case.dtype, actual, getattr(plain_results, field.name), getattr(exact_results, field.name))
         else:
-            assert found is None
+            assert actual is None
     for part in ("query", "key", "value"):
-        found, exact = getattr(gradients, part), getattr(exact_gradients, part)
-        assert (found is None) == (exact is None)
+        actual, exact = getattr(gradients, part), getattr(exact_gradients, part)
+        assert (actual is None) == (exact is None)
         if exact is not None:
-            assert found.dtype == getattr(given, part).dtype
-            check(part, case.dtype, found, getattr(plain_gradients, part), exact, exact_results.lse)
-    for found, unfused, exact in zip(gradients.captures, plain_gradients.captures, exact_gradients.captures, strict=False):
-        assert (found is None) == (exact is None)
+            assert actual.dtype == getattr(arguments, part).dtype
+            check(part, case.dtype, actual, getattr(plain_gradients, part), exact, exact_results.lse)
+    for actual, unfused, exact in zip(gradients.captures, plain_gradients.captures, exact_gradients.captures, strict=False):
+        assert (actual is None) == (exact is None)
         if exact is not None:
-            check("captures", case.dtype, found, unfused, exact, exact_results.lse)
+            check("captures", case.dtype, actual, unfused, exact, exact_results.lse)
 
 
 # SDPA-16, FLEX-04

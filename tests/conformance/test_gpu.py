@@ -47,9 +47,9 @@ def run(options, tensors):
     return out, *torch.autograd.grad(out.float().sin().sum(), tensors)
 
 
-def close(found, wanted, dtype=HALF):
+def close(actual, wanted, dtype=HALF):
     tolerance = {torch.bfloat16: 3e-2, torch.float16: 6e-3, torch.float32: 3e-4}[dtype]
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance * max(1.0, float(b.float().abs().max())))
 
 
@@ -78,10 +78,10 @@ def test_compiled_as_eager(backend, name, compiler):
     # one length: the grid has the lengths; this has the variants
     compiled = torch.compile(model, backend=compiler, fullgraph=True)
     with foci.use(backend), foci.observe() as log:
-        wanted, found = model(*tensors), compiled(*tensors)
-        gradients = [torch.autograd.grad(out.float().sum(), tensors) for out in (found, wanted)]
+        wanted, actual = model(*tensors), compiled(*tensors)
+        gradients = [torch.autograd.grad(out.float().sum(), tensors) for out in (actual, wanted)]
     assert {call.backend for call in log.calls} == {backend}
-    close((found, *gradients[0]), (wanted, *gradients[1]))
+    close((actual, *gradients[0]), (wanted, *gradients[1]))
     torch._dynamo.reset()
 
 
@@ -90,20 +90,20 @@ def test_compiled_as_eager(backend, name, compiler):
 def test_autocast_casts_as_torch_does(backend):
     tensors = inputs(dtype=torch.float32, hkv=4, sq=200)
     with torch.autocast("cuda", dtype=torch.float16), foci.use(backend), foci.observe() as log:
-        found = foci.scaled_dot_product_attention(*tensors, is_causal=True)
+        actual = foci.scaled_dot_product_attention(*tensors, is_causal=True)
         wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
-        gradients = [torch.autograd.grad(out.float().sum(), tensors) for out in (found, wanted)]
-    assert found.dtype == wanted.dtype == torch.float16
+        gradients = [torch.autograd.grad(out.float().sum(), tensors) for out in (actual, wanted)]
+    assert actual.dtype == wanted.dtype == torch.float16
     assert log.calls[0].problem.dtype == torch.float16
     assert all(g.dtype == torch.float32 for g in gradients[0])
-    close((found, *gradients[0]), (wanted, *gradients[1]), torch.float16)
+    close((actual, *gradients[0]), (wanted, *gradients[1]), torch.float16)
 
 
 # SDPA-21
 @pytest.mark.parametrize("name", ["plain", "causal", "window softcap", "learned alibi", "documents"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_of_both_passes_replays_with_new_inputs(backend, name):
-    options, tensors, others = VARIANTS[name](), inputs(), inputs(grad=False)
+    options, tensors, new_inputs = VARIANTS[name](), inputs(), inputs(grad=False)
     with foci.use(backend):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -115,7 +115,7 @@ def test_a_graph_of_both_passes_replays_with_new_inputs(backend, name):
         with torch.cuda.graph(graph):
             captured = run(options, tensors)
         with torch.no_grad():
-            for t, other in zip(tensors, others):
+            for t, other in zip(tensors, new_inputs):
                 t.copy_(other * 0.7)
         graph.replay()
         torch.cuda.synchronize()
@@ -136,8 +136,8 @@ def test_two_streams(backend):
                 with torch.cuda.stream(stream):
                     together.append(run(*call))
             torch.cuda.synchronize()
-            for found, wanted in zip(together, alone):
-                assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+            for actual, wanted in zip(together, alone):
+                assert all(torch.equal(a, b) for a, b in zip(actual, wanted))
 
 
 # SDPA-10
@@ -162,9 +162,9 @@ def test_odd_sizes(backend, sq, skv, d, dv, dtype):
     tensors = inputs(1, 4, 2, sq, skv, d, dv, dtype)
     options = {"mask": masks.causal_lower_right(), "score": scores.softcap(15.0)}
     with foci.use(backend):
-        found = run(options, tensors)
+        actual = run(options, tensors)
     with foci.use("reference"):
-        close(found, run(options, tensors), dtype)
+        close(actual, run(options, tensors), dtype)
 
 
 # SDPA-13
@@ -172,9 +172,9 @@ def test_odd_sizes(backend, sq, skv, d, dv, dtype):
 def test_many_heads(backend):
     tensors = inputs(70000, 1, 1, 16, 16, 32)
     with foci.use(backend):
-        whole = run({"mask": masks.causal()}, tensors)
+        full = run({"mask": masks.causal()}, tensors)
         last = run({"mask": masks.causal()}, tuple(t[-5:].detach().requires_grad_() for t in tensors))
-    for a, b in zip(whole, last):
+    for a, b in zip(full, last):
         assert torch.equal(a[-5:], b)
 
 
@@ -190,11 +190,11 @@ def test_more_than_two_to_the_31_elements(backend):
     with foci.use(backend):
         out = foci.attention(*tensors, **options)
         grad = torch.full_like(out, 0.5)
-        whole = (out, *torch.autograd.grad(out, tensors, grad))
+        full = (out, *torch.autograd.grad(out, tensors, grad))
         part = tuple(t[-1:, -1:].detach().requires_grad_() for t in tensors)
         out = foci.attention(*part, **options)
         last = (out, *torch.autograd.grad(out, part, torch.full_like(out, 0.5)))
-    for a, b in zip(whole, last):
+    for a, b in zip(full, last):
         assert torch.equal(a[-1:, -1:], b)
 
 
@@ -203,9 +203,9 @@ def test_long_sequences_against_a_window_of_them(backend):
     """A causal row depends on nothing behind it: the first rows of a long sequence are those of a short one."""
     tensors = inputs(1, 2, 1, 30000, 30000, 128, grad=False)
     with foci.use(backend):
-        whole = foci.attention(*tensors, mask=masks.causal())
+        full = foci.attention(*tensors, mask=masks.causal())
         first = foci.attention(*(t[:, :, :777] for t in tensors), mask=masks.causal())
-    close((whole[:, :, :777],), (first,))
+    close((full[:, :, :777],), (first,))
 
 
 # SDPA-16

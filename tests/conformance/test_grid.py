@@ -102,9 +102,9 @@ def check_point(point):
         call = compiled(point, make_call(point))
         for number in range(3):
             turn = make_turn(point, number)
-            found, seed = ours(point, call, turn)
+            actual, seed = ours(point, call, turn)
             plain, exact, terms = references(point, turn, seed)
-            for name, tensor in found.items():
+            for name, tensor in actual.items():
                 part = name.removeprefix("gradient of ")
                 if part == name:
                     check(name, point.dtype, tensor, plain[name], exact[name])

@@ -71,8 +71,8 @@ def full_where_some(mask):
     some = padded.unflatten(3, (columns, BLOCK)).unflatten(2, (rows, BLOCK)).any(5).any(3)
     counts, indices = some.sum(-1, dtype=torch.int32), torch.argsort(some.int(), dim=-1, descending=True, stable=True).int()
     none = torch.zeros_like(counts)
-    made = foci.BlockMask.from_kv_blocks(none, indices, counts, indices, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(QUERIES, KEYS))
-    return made, some.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :QUERIES, :KEYS]
+    block_mask = foci.BlockMask.from_kv_blocks(none, indices, counts, indices, BLOCK_SIZE=BLOCK, mask_mod=mask, seq_lengths=(QUERIES, KEYS))
+    return block_mask, some.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :QUERIES, :KEYS]
 
 
 def created(create, block, mask, **options):
@@ -107,8 +107,8 @@ def drawn():
     return tuple(torch.randn(BATCH, HEADS, *n, WIDTH, generator=DRAWN).requires_grad_() for n in shapes)
 
 
-def check(found, exact):
-    for name, a, b in zip(("out", "query", "key", "value"), found, exact, strict=True):
+def check(actual, exact):
+    for name, a, b in zip(("out", "query", "key", "value"), actual, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=3e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -118,14 +118,14 @@ FLEX = ("blocks", "one_block", "full_blocks")
 
 
 # FLEX-02, FLEX-03, FLEX-04, FLEX-05, FLEX-06
-@pytest.mark.parametrize("backend, given, mask, score", CASES)
-def test_out_and_gradients(backend, given, mask, score):
+@pytest.mark.parametrize("backend, form, mask, score", CASES)
+def test_out_and_gradients(backend, form, mask, score):
     tensors, gradient = drawn(), torch.randn(BATCH, HEADS, QUERIES, WIDTH)
-    taken, allowed = GIVEN[given](MASKS[mask])
+    taken, allowed = GIVEN[form](MASKS[mask])
     with foci.use(backend):
-        if given in FLEX:
+        if form in FLEX:
             out = foci.flex_attention(*tensors, score_mod=SCORES[score], block_mask=taken)
         else:
             out = foci.attention(*tensors, score=SCORES[score], mask=taken)
-        found = (out, *torch.autograd.grad(out, tensors, gradient))
-    check(found, expected(tensors, SCORES[score], allowed, gradient))
+        results = (out, *torch.autograd.grad(out, tensors, gradient))
+    check(results, expected(tensors, SCORES[score], allowed, gradient))

@@ -98,24 +98,24 @@ class Architecture:
     Attributes:
         kind: its name there.
         task: the automatic class that makes it.
-        own: settings in place of the table's.
+        overrides: settings in place of the table's.
     """
 
     kind: str
     task: str = "AutoModel"
-    own: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
         cls = type(transformers.AutoConfig.for_model(self.kind))
         default = transformers.AutoConfig.for_model(self.kind)
         known = {name: value for name, value in SMALL.items() if hasattr(default, name) and _is_set(cls, name)}
-        own = {**OWN.get(self.kind, {}), **self.own}
+        settings = {**OWN.get(self.kind, {}), **self.overrides}
         nested = {
             part: {n: v for n, v in SMALL.items() if hasattr(getattr(default, part), n)}
             for part in ("text_config", "vision_config")
             if getattr(default, part, None) is not None
         }
-        return cls(**{**known, **nested, **own})
+        return cls(**{**known, **nested, **settings})
 
     def model(self, attention: str = "eager") -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -127,20 +127,20 @@ class Architecture:
         tokens = torch.randint(3, VOCABULARY, (2, length), generator=generator)
         keep = (torch.arange(length) < torch.tensor([[length], [length - 6]])).long()
         config = model.config
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if model.main_input_name == "pixel_values" or hasattr(config, "vision_config"):
             size = getattr(getattr(config, "vision_config", config), "image_size", 24)
             size = size if isinstance(size, (list, tuple)) else (size, size)
-            made["pixel_values"] = torch.randn(2, 3, *size, generator=generator)
+            tensors["pixel_values"] = torch.randn(2, 3, *size, generator=generator)
         if model.main_input_name == "input_values":
-            made |= {"input_values": torch.randn(2, 32 * length, generator=generator)}
+            tensors |= {"input_values": torch.randn(2, 32 * length, generator=generator)}
         elif model.main_input_name == "input_features":
-            made |= {"input_features": torch.randn(2, 8, 2 * config.max_source_positions, generator=generator)}
+            tensors |= {"input_features": torch.randn(2, 8, 2 * config.max_source_positions, generator=generator)}
         elif model.main_input_name == "input_ids" or hasattr(config, "text_config"):
-            made |= {"input_ids": tokens, "attention_mask": keep}
+            tensors |= {"input_ids": tokens, "attention_mask": keep}
         if config.is_encoder_decoder:
-            made |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": keep.flip(0)}
-        return made
+            tensors |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": keep.flip(0)}
+        return tensors
 
 
 def _is_set(cls: type, name: str) -> bool:
@@ -184,11 +184,11 @@ def results(model: nn.Module, inputs: dict[str, Tensor], *, training: bool) -> d
     model.zero_grad()
     with torch.set_grad_enabled(training):
         out = first(model(**inputs))
-    found = {"output": out.detach()}
+    tensors = {"output": out.detach()}
     if training:
         out.backward(flowing(out))
-        found |= {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return found
+        tensors |= {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return tensors
 
 
 def flowing(out: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Fusing:
         return fused.graph_module.forward
 
 
-def fused(function, *args, dynamic=None, others=None):
+def fused(function, *args, dynamic=None, other_calls=None):
     """The backend after the first call of the fused function, whose results and gradients are compared with eager's.
 
     So are two further calls of the same compiled function, with other batch sizes and lengths (`compiled.resize`), and the graphs made
@@ -45,7 +45,7 @@ def fused(function, *args, dynamic=None, others=None):
     Args:
         function, args: what is compiled, and the arguments of the first call; lengths are `S` or `LENGTH`, the batch size is `B`.
         dynamic: as torch.compile takes it.
-        others: arguments of further calls, where sizes depend on each other.
+        other_calls: arguments of further calls, where sizes depend on each other.
     """
     torch._dynamo.reset()
     backend = Fusing()
@@ -53,7 +53,7 @@ def fused(function, *args, dynamic=None, others=None):
     beside_eager(function, compiled, args)
     first = copy.copy(backend)
     first.before, first.after, first.sites = list(backend.before), list(backend.after), list(backend.sites)
-    calls = [resize(args, {S: S + n, LENGTH: LENGTH + n}, batch=(B, B + n)) for n in (3, 9)] if others is None else others
+    calls = [resize(args, {S: S + n, LENGTH: LENGTH + n}, batch=(B, B + n)) for n in (3, 9)] if other_calls is None else other_calls
     check_variety([args, *calls])
     for call in calls:
         beside_eager(function, compiled, call)

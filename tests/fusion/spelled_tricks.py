@@ -227,7 +227,7 @@ def merged(q, k, v, keep):
     parts = [(q @ k[:, :, part].mT * SCALE, v[:, :, part]) for part in (slice(0, 9), slice(9, None))]
     sums = [scores.logsumexp(-1, keepdim=True) for scores, _ in parts]
     total = torch.logaddexp(*sums)
-    return sum((scores.softmax(-1) @ values) * (own - total).exp() for (scores, values), own in zip(parts, sums, strict=True))
+    return sum((scores.softmax(-1) @ values) * (part_lse - total).exp() for (scores, values), part_lse in zip(parts, sums, strict=True))
 
 
 def zeroed_again(q, k, v, keep):

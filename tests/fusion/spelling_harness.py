@@ -109,9 +109,9 @@ class Counted:
 
 def fused_only(graph_module: torch.fx.GraphModule, example_inputs: Any) -> Any:
     """A backend that runs the fused graph as it is, under ordinary autograd: a tenth of the time of a compilation."""
-    found = foci.fusion.fuse(graph_module, example_inputs)
-    foci.fusion.report.tell(found.sites)
-    return found.graph_module
+    fusion = foci.fusion.fuse(graph_module, example_inputs)
+    foci.fusion.report.tell(fusion.sites)
+    return fusion.graph_module
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, backend: Any = None) -> tuple[Callable[..., Any], Counted]:
@@ -124,7 +124,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None, backe
 def results(function: Callable[..., Any], inputs: tuple[Any, ...], *, backward: bool) -> dict[str, Tensor]:
     """Floating outputs, and the gradients of all floating inputs and parameters."""
     outputs = [t for t in torch.utils._pytree.tree_leaves(function(*inputs)) if isinstance(t, Tensor) and t.is_floating_point()]
-    found = {f"output {n}": t.detach() for n, t in enumerate(outputs)}
+    tensors = {f"output {n}": t.detach() for n, t in enumerate(outputs)}
     if backward:
         leaves = {f"grad {n}": t for n, t in enumerate(inputs) if isinstance(t, Tensor) and t.requires_grad}
         if isinstance(function, nn.Module):
@@ -132,8 +132,8 @@ def results(function: Callable[..., Any], inputs: tuple[Any, ...], *, backward: 
         flowing = [t for t in outputs if t.requires_grad]
         cotangents = [draw(*t.shape, seed=5).to(t) for t in flowing]
         gradients = torch.autograd.grad(flowing, list(leaves.values()), cotangents, allow_unused=True)
-        found |= {name: g for name, g in zip(leaves, gradients) if g is not None}
-    return found
+        tensors |= {name: g for name, g in zip(leaves, gradients) if g is not None}
+    return tensors
 
 
 def exact_results(function: Callable[..., Any], inputs: tuple[Any, ...], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -148,18 +148,18 @@ def _device(inputs: tuple[Any, ...]) -> str:
     return next(t.device.type for t in inputs if isinstance(t, Tensor))
 
 
-def distance(found: Tensor, exact: Tensor) -> float:
+def distance(actual: Tensor, exact: Tensor) -> float:
     counted = torch.isfinite(exact) & (exact.abs() < 1e30)
-    apart = torch.where(counted, (found.double() - exact.double()).abs(), 0.0).nan_to_num(nan=torch.inf)
+    apart = torch.where(counted, (actual.double() - exact.double()).abs(), 0.0).nan_to_num(nan=torch.inf)
     return float(apart.max()) if apart.numel() else 0.0
 
 
 def assert_equal(
-    found: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, terms: dict[str, float]
+    actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, terms: dict[str, float]
 ) -> None:
     """Each result within the budget: a few times what eager is off from float64, plus rounding of the largest element or term."""
-    assert found.keys() == plain.keys() == exact.keys()
-    for name, value in found.items():
+    assert actual.keys() == plain.keys() == exact.keys()
+    for name, value in actual.items():
         assert value.shape == plain[name].shape, f"{name}: {tuple(value.shape)}, eager {tuple(plain[name].shape)}"
         assert value.dtype == plain[name].dtype, f"{name}: {value.dtype}, eager {plain[name].dtype}"
         finite = exact[name][torch.isfinite(exact[name]) & (exact[name].abs() < 1e30)]
@@ -174,10 +174,10 @@ def compare(function: Callable[..., Any], inputs: tuple[Any, ...], dtype: torch.
     """Runs eager, float64 and the compiled function on the same numbers."""
     device = _device(inputs)
     inputs = cast(inputs, dtype, device)
-    found = results(run, cast(inputs, dtype, device, grad=backward), backward=backward)
+    actual = results(run, cast(inputs, dtype, device, grad=backward), backward=backward)
     plain = results(function, cast(inputs, dtype, device, grad=backward), backward=backward)
     exact, terms = exact_results(function, inputs, backward=backward)
-    assert_equal(found, plain, exact, dtype, terms)
+    assert_equal(actual, plain, exact, dtype, terms)
 
 
 def sites_of(function: Callable[..., Any], inputs: tuple[Any, ...], **options: Any) -> list[foci.fusion.Site]:

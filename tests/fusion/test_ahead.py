@@ -23,16 +23,16 @@ def attend(q, k, v, keep):
 
 
 def fused_graph(function, *inputs):
-    found = []
+    graphs = []
 
     def backend(graph_module, example_inputs):
-        found.append(fuse(graph_module, example_inputs).graph_module)
+        graphs.append(fuse(graph_module, example_inputs).graph_module)
         return graph_module
 
     torch._dynamo.reset()
     # one length: it only makes a graph
     torch.compile(function, backend=backend, dynamic=False)(*inputs)
-    return found[0]
+    return graphs[0]
 
 
 def inputs(device="cpu", dtype=torch.float32):
@@ -106,12 +106,12 @@ def test_the_first_step_finds_its_kernels_compiled(monkeypatch):
     assert all(beside)
 
 
-@pytest.mark.parametrize(("threads", "ready", "found"), [(8, True, "submit"), (8, False, None), (2, True, None), (None, True, None)])
-def test_inductors_processes_help_once_they_have_started(monkeypatch, threads, ready, found):
+@pytest.mark.parametrize(("threads", "ready", "submit"), [(8, True, "submit"), (8, False, None), (2, True, None), (None, True, None)])
+def test_inductors_processes_help_once_they_have_started(monkeypatch, threads, ready, submit):
     pool = SimpleNamespace(use_process_pool=lambda: ready, process_pool=lambda: SimpleNamespace(submit="submit"))
     monkeypatch.setattr(async_compile, "AsyncCompile", pool)
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: threads)
-    assert process_pool(None, fewest=4) == found
+    assert process_pool(None, fewest=4) == submit
 
 
 def test_no_process_helps_where_options_want_one_thread(monkeypatch):

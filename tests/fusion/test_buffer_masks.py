@@ -44,12 +44,12 @@ def check(model, compiled, length, grad):
     x = torch.randn(2, length, 16)
     exact = copy.deepcopy(model).double()
     with torch.set_grad_enabled(grad):
-        found, wanted = compiled(x), exact(x.double())
-    torch.testing.assert_close(found.double(), wanted, atol=2e-5, rtol=1e-4)
+        actual, wanted = compiled(x), exact(x.double())
+    torch.testing.assert_close(actual.double(), wanted, atol=2e-5, rtol=1e-4)
     if grad:
-        cotangent = torch.randn_like(found)
+        cotangent = torch.randn_like(actual)
         for a, b in zip(
-            torch.autograd.grad(found, list(model.parameters()), cotangent),
+            torch.autograd.grad(actual, list(model.parameters()), cotangent),
             torch.autograd.grad(wanted, list(exact.parameters()), cotangent.double()),
         ):
             torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)

@@ -88,9 +88,9 @@ def test_results_and_gradients(function, dynamic):
     model = foci.compile(function, dynamic=dynamic)
     for length in several(64, 64, 96, 128):
         q, k, v = tensors(length, learn=True)
-        found, wanted = model(q, k, v), function(q, k, v)
-        torch.testing.assert_close(found, wanted)
-        pairs = (found, wanted) if isinstance(found, tuple) else ((found,), (wanted,))
+        actual, wanted = model(q, k, v), function(q, k, v)
+        torch.testing.assert_close(actual, wanted)
+        pairs = (actual, wanted) if isinstance(actual, tuple) else ((actual,), (wanted,))
         grads = [torch.autograd.grad([t.square().sum() for t in some], (q, k, v)) for some in pairs]
         torch.testing.assert_close(*grads)
 
@@ -142,11 +142,11 @@ def test_one_tensor_in_two_places_is_another_call(planned):
     rest = ([], *[None] * 7, [], [], 0.25, 0.0, 0, 0, "layout=dense;outputs=;dropout=0;blocks= | captures  | "
             "%0 = var[score] float | %1 = const[True] bool | return %0 %1", "*")  # fmt: skip
     for query, key, value in ((q, k, v), (q, q, v), (q, k, v)):
-        out, lse, *others = place(query, key, value, *rest)
+        out, lse, *gradients = place(query, key, value, *rest)
         scores = query @ key.mT * 0.25
         torch.testing.assert_close(out, scores.softmax(-1) @ value)
         torch.testing.assert_close(lse, scores.logsumexp(-1))
-        assert others == [None] * 3
+        assert gradients == [None] * 3
     assert len(planned) == 3
 
 
@@ -155,12 +155,12 @@ def test_threads_share_a_place():
     q, k, v = tensors()
     wanted = attend(q, k, v)
     model(q, k, v)
-    found = []
+    outs = []
 
     def run(name):
         for _ in range(20):
             with foci.use(name), foci.observe():
-                found.append(model(q, k, v))
+                outs.append(model(q, k, v))
 
     # one length: threads meet at one place
     threads = [threading.Thread(target=run, args=(name,)) for name in ("reference", "blocked")]
@@ -168,6 +168,6 @@ def test_threads_share_a_place():
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 40
-    for out in found:
+    assert len(outs) == 40
+    for out in outs:
         torch.testing.assert_close(out, wanted)

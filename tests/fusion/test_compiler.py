@@ -207,12 +207,12 @@ def test_autocast(inside):
     with foci.observe() as log:
         for length in several(20, 27, 33):
             (x,) = hidden(length)
-            found, plain = run(compiled, x), run(function, x)
+            actual, plain = run(compiled, x), run(function, x)
             exact = results(Block.forward, (model, x), backward=False)["output 0"]
-            for ours, theirs in zip(found, plain, strict=True):
+            for ours, theirs in zip(actual, plain, strict=True):
                 assert ours.dtype == theirs.dtype
-            assert (found[0] - exact).abs().max() <= 4 * (plain[0] - exact).abs().max()
-            torch.testing.assert_close(found[1], plain[1], rtol=0.05, atol=0.05 * float(plain[1].abs().max()))
+            assert (actual[0] - exact).abs().max() <= 4 * (plain[0] - exact).abs().max()
+            torch.testing.assert_close(actual[1], plain[1], rtol=0.05, atol=0.05 * float(plain[1].abs().max()))
     assert fused(log) == [True, True]
     assert {call.problem.dtype for call in log.calls} == {torch.bfloat16}
 
@@ -275,8 +275,8 @@ def test_the_graph_given_is_not_changed():
 
     def look(graph_module, inputs):
         before = str(graph_module.graph)
-        found = fuse(graph_module, inputs)
-        seen.append((before == str(graph_module.graph), found.sites[0].fused))
+        fusion = fuse(graph_module, inputs)
+        seen.append((before == str(graph_module.graph), fusion.sites[0].fused))
         return graph_module
 
     # one length: it reads one graph
@@ -350,13 +350,13 @@ def test_parameters_stay_known_as_such(monkeypatch):
     from functorch.compile import make_boxed_func
     from torch._inductor import compile_fx
 
-    given, whole = [], compile_fx.compile_fx
+    static_indices, compile_graph = [], compile_fx.compile_fx
 
-    def made(graph, inputs, **known):
-        given.append(known["static_input_idxs"])
+    def compile_inner(graph, inputs, **known):
+        static_indices.append(known["static_input_idxs"])
         return make_boxed_func(graph.forward)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: whole(graph, inputs, inner_compile=made))
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: compile_graph(graph, inputs, inner_compile=compile_inner))
     layer, x = torch.nn.Linear(DIM, DIM), draw(2, 20, DIM)
 
     def attend(x):
@@ -366,7 +366,7 @@ def test_parameters_stay_known_as_such(monkeypatch):
         torch._dynamo.reset()
         # one length: it reads what one graph was compiled with
         torch.compile(attend, backend=backend)(x)
-    assert given[0] == given[1] == [0, 1]
+    assert static_indices[0] == static_indices[1] == [0, 1]
 
 
 class CastScores(torch.nn.Module):
@@ -385,13 +385,13 @@ def test_assertions_of_exported_programs_are_no_readers(dtype):
     args = tuple(t.to(dtype) for t in qkv(20))
     program = torch.export.export(CastScores(), args, dynamic_shapes=[{2: lengths}] * 3)
     assert any("_assert_tensor_metadata" in str(node.target) for node in program.graph.nodes)
-    made, sites = foci.fusion.fuse_exported(program)
+    fused_program, sites = foci.fusion.fuse_exported(program)
     assert [(site.fused, site.reason) for site in sites] == [(True, None)]
-    assert not any("softmax" in str(node.target) for node in made.graph.nodes)
+    assert not any("softmax" in str(node.target) for node in fused_program.graph.nodes)
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     for length in (20, 31, 64):
         args = tuple(t.to(dtype) for t in qkv(length))
-        torch.testing.assert_close(made.module()(*args), CastScores()(*args), **tolerance)
+        torch.testing.assert_close(fused_program.module()(*args), CastScores()(*args), **tolerance)
 
 
 # FUSE-01

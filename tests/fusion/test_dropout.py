@@ -57,12 +57,12 @@ def test_weights_are_dropped_and_scaled(spelled):
     assert [site.fused for site in log.fusions] == [True]
     assert log.calls[0].problem.formula.dropout
     q, k, v = qkv(LENGTH)
-    whole = torch.softmax(
+    weights = torch.softmax(
         (q @ k.mT).masked_fill(torch.ones(LENGTH, LENGTH).triu(1) > 0, -torch.inf) if spelled is after_a_mask else q @ k.mT, -1
     )
-    some = whole > 0
+    some = weights > 0
     kept = (out != 0) & some
-    torch.testing.assert_close(out[kept], (whole / (1 - P))[kept], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out[kept], (weights / (1 - P))[kept], rtol=1e-4, atol=1e-6)
     assert abs(kept.sum() / some.sum() - (1 - P)) < 4 * (P * (1 - P) / int(some.sum())) ** 0.5 + 1e-3
     # the gradient of each value is the sum of the very same weights
     torch.testing.assert_close(columns[..., 0], out.sum(-2), rtol=1e-4, atol=1e-5)

@@ -70,22 +70,22 @@ def test_graphs_are_partitioned_where_they_are_recorded(tokens, options, partiti
     watch = Watch()
     with torch.no_grad(), config.patch(graph_partition=True):
         torch.testing.assert_close(compiled(watch, **options)(tokens), attend(tokens))
-    assert [found for _, found in watch.seen] == [partitioned]
+    assert [is_partitioned for _, is_partitioned in watch.seen] == [partitioned]
 
 
 def test_code_of_fused_graphs_is_made_where_somebody_runs_it():
-    made = []
+    graphs = []
 
     def backend(graph_module, inputs):
-        found = fuse(graph_module, inputs)
-        made.append((found.graph_module, isinstance(graph_module, _LazyGraphModule)))
+        fusion = fuse(graph_module, inputs)
+        graphs.append((fusion.graph_module, isinstance(graph_module, _LazyGraphModule)))
         return graph_module.forward
 
     torch._dynamo.reset()
     x = torch.randn(1, 2, 20, 8)
     # one length: it reads one graph
     torch.compile(attend, backend=backend)(x)
-    ((fused, lazy),) = made
+    ((fused, lazy),) = graphs
     assert lazy and isinstance(fused, _LazyGraphModule) and fused._needs_recompile()
     torch.testing.assert_close(fused(x)[0], attend(x))
 

@@ -81,9 +81,9 @@ def test_symbolic_sizes_are_left():
     compiled = foci.compile(model, dynamic=True)
     for length in several(64, 96, 80):
         x = torch.randn(2, length, DIM, device=DEVICE, requires_grad=True)
-        (found,) = torch.autograd.grad(compiled(x)[0].sum(), x)
+        (gradient,) = torch.autograd.grad(compiled(x)[0].sum(), x)
         (wanted,) = torch.autograd.grad(model(x)[0].sum(), x)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_are_the_gradients_side_by_side():
@@ -91,10 +91,10 @@ def test_rows_are_the_gradients_side_by_side():
     line = "layout=dense;outputs=;dropout=0;blocks= | captures  | %0 = var[score] float | %1 = const[True] bool | return %0 %1"
     args = (q, k, v, [], *[None] * 7, [], [], 0.25, 0.0, 0, 0, line, "*")
     out, lse, *_ = op_impl.results(*args)
-    given = (torch.randn_like(out), None, None, None, out, lse, "111", *args)
-    rows = torch.ops.foci.attention_backward_rows(*given)
-    torch.testing.assert_close(rows, torch.cat([t.transpose(1, 2).flatten(2) for t in op_impl.gradients(*given)], 2), rtol=0, atol=0)
+    arguments = (torch.randn_like(out), None, None, None, out, lse, "111", *args)
+    rows = torch.ops.foci.attention_backward_rows(*arguments)
+    torch.testing.assert_close(rows, torch.cat([t.transpose(1, 2).flatten(2) for t in op_impl.gradients(*arguments)], 2), rtol=0, atol=0)
     assert rows.is_contiguous()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        fake = torch.ops.foci.attention_backward_rows(*given)
+        fake = torch.ops.foci.attention_backward_rows(*arguments)
     assert (fake.shape, fake.stride(), fake.dtype) == (rows.shape, rows.stride(), rows.dtype)

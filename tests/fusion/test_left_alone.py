@@ -178,6 +178,6 @@ def test_what_fills_part_of_the_scores_is_read_where_it_is(name):
     for length in several(S, S + 4, S + 10):
         args = (*qkv(length=length), torch.randn(length, length // 2))
         with foci.use("blocked"):
-            found = compiled(*args)
-        torch.testing.assert_close(found, BESIDE[name](*args))
+            actual = compiled(*args)
+        torch.testing.assert_close(actual, BESIDE[name](*args))
     assert [site.fused for site in backend.sites] == [True, True]

@@ -37,10 +37,10 @@ def test_a_decomposed_bias(way, grad):
 
     def tensors(rows, columns):
         length = rows * columns
-        found = (*qkv(length=length), draw(B, H, length, rows, seed=4), draw(B, H, length, columns, seed=5))
-        return learned(*found) if grad else found
+        operands = (*qkv(length=length), draw(B, H, length, rows, seed=4), draw(B, H, length, columns, seed=5))
+        return learned(*operands) if grad else operands
 
-    backend = fused(function, *tensors(6, 6), others=[tensors(7, 8), tensors(8, 9)])
+    backend = fused(function, *tensors(6, 6), other_calls=[tensors(7, 8), tensors(8, 9)])
     assert variants(backend) == ["score + c0[b, h, q_idx, kv_idx]"]
 
 
@@ -150,7 +150,7 @@ def test_a_bias_that_many_layers_share_is_made_once_for_them(layers, shared, is_
     def tensors(length):
         return (*qkv(length=length), *(draw(layers, B, H, length, seed=seed) for seed in (4, 5)))
 
-    backend = fused(function, *tensors(LENGTH), others=[tensors(LENGTH + 3), tensors(LENGTH + 9)])
+    backend = fused(function, *tensors(LENGTH), other_calls=[tensors(LENGTH + 3), tensors(LENGTH + 9)])
     assert [variant == "score + c0[b, h, q_idx, kv_idx]" for variant in variants(backend)] == [is_tensor] * layers
 
 

@@ -69,9 +69,9 @@ def programs(draw_one):
                 live.append(new)
         if step is not None:
             lines.append(step)
-            made = step.partition(" = ")[0]
-            if made.isidentifier() and made not in live:
-                live.append(made)
+            target = step.partition(" = ")[0]
+            if target.isidentifier() and target not in live:
+                live.append(target)
     head = "def program(q, k, v, m):\n    extras = []\n    later = torch.ones(6, 6, dtype=torch.bool).triu(1)\n"
     return head + "".join(f"    {line}\n" for line in lines) + "    return o, *extras\n"
 
@@ -79,18 +79,18 @@ def programs(draw_one):
 def outcome(function, *, learn):
     """Outputs, what became of the inputs, and gradients; or what error it is."""
     leaves = {name: t.clone().requires_grad_(learn) for name, t in TENSORS.items()}
-    given = [t * 1.0 for t in leaves.values()]  # leaves may not be written in place
+    inputs = [t * 1.0 for t in leaves.values()]  # leaves may not be written in place
     try:
         with torch.set_grad_enabled(learn):
-            outputs = function(*given)
-            found = [*outputs, *given]
+            outputs = function(*inputs)
+            tensors = [*outputs, *inputs]
             if learn:
                 flowing = [t for t in outputs if t.requires_grad]
                 weighed = sum((t * draw(*t.shape, seed=9)).sum() for t in flowing)
-                found += torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True) if flowing else []
+                tensors += torch.autograd.grad(weighed, list(leaves.values()), allow_unused=True) if flowing else []
     except (RuntimeError, IndexError) as error:
         return str(error)
-    return found
+    return tensors
 
 
 def check(source, *, learn):
@@ -104,11 +104,11 @@ def check(source, *, learn):
         # autograd of the fused graph as it is would refuse writes to what an attention saved, which eager's saves elsewhere
         backend = Compiler(rest="eager") if learn else fused_only
         # one length: drawn programs have their sizes as numbers
-        found = outcome(torch.compile(space["program"], backend=backend), learn=learn)
-    if isinstance(found, str):  # what is written in place after an attention saved it, and eager saved something else
-        assert "modified by an inplace operation" in found, found
+        actual = outcome(torch.compile(space["program"], backend=backend), learn=learn)
+    if isinstance(actual, str):  # what is written in place after an attention saved it, and eager saved something else
+        assert "modified by an inplace operation" in actual, actual
         return None
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         assert (a is None or not a.any()) if b is None else True
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)

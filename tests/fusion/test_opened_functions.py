@@ -9,7 +9,7 @@ def hidden(scores):
     return torch.arange(scores.shape[-1]) % 3 == 1
 
 
-def others(scores):
+def every_fifth(scores):
     return torch.arange(scores.shape[-1]) % 5 == 2
 
 
@@ -54,7 +54,9 @@ FUSED = {
 LEFT = {
     "filled before alone": of(lambda scores: scores.masked_fill(hidden(scores), -1e30).softmax(-1)),
     "filled behind alone": of(lambda scores: scores.softmax(-1).masked_fill(hidden(scores), 0.0)),
-    "filled under two masks": of(lambda scores: scores.masked_fill(hidden(scores), -1e30).softmax(-1).masked_fill(others(scores), 0.0)),
+    "filled under two masks": of(
+        lambda scores: scores.masked_fill(hidden(scores), -1e30).softmax(-1).masked_fill(every_fifth(scores), 0.0)
+    ),
     "filled with another number": of(weighing_a_tenth),
     "scaled within": of(lambda scores: (scores * 2).softmax(-1)),
     "scaled from the left": of(lambda scores: (2 * scores).softmax(-1)),

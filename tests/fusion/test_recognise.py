@@ -242,9 +242,9 @@ def test_a_permuted_key_is_what_its_dimensions_say(order):
     """Sizes alike, so that nothing but the order tells a transpose from another permutation."""
     layer = lambda q, k, v: torch.softmax(q @ k.permute(0, *order), -1) @ v
     inputs = [draw(2, 6, 6, 6, seed=n) for n in range(3)]
-    found = fuse(torch.fx.symbolic_trace(layer), inputs)
-    torch.testing.assert_close(found.graph_module(*inputs), layer(*inputs))
-    assert [site.fused for site in found.sites] == [True]
+    fusion = fuse(torch.fx.symbolic_trace(layer), inputs)
+    torch.testing.assert_close(fusion.graph_module(*inputs), layer(*inputs))
+    assert [site.fused for site in fusion.sites] == [True]
 
 
 def test_the_logsumexp_of_the_scores_is_the_operators():
@@ -297,10 +297,10 @@ def test_operands_of_two_dtypes_are_computed_in_the_wider_one(dtypes):
         return torch.softmax(q @ k.mT * 0.3, -1).to(v.dtype) @ v
 
     args = [t.to(dtype) for t, dtype in zip(qkv(), (dtypes[0], dtypes[0], dtypes[1]), strict=True)]
-    found = fuse(torch.fx.symbolic_trace(mixed), args)
-    call = next(n for n in found.graph_module.graph.nodes if "foci.attention" in str(n.target))
+    fusion = fuse(torch.fx.symbolic_trace(mixed), args)
+    call = next(n for n in fusion.graph_module.graph.nodes if "foci.attention" in str(n.target))
     assert {n.meta["example_value"].dtype for n in call.args[:3]} == {torch.float32}
-    out = found.graph_module(*args)
+    out = fusion.graph_module(*args)
     assert out.dtype == dtypes[1]
     torch.testing.assert_close(out, mixed(*args), rtol=2e-2, atol=2e-2)
 
@@ -313,8 +313,8 @@ def test_a_mask_of_another_dtype_keeps_its_values(shape, dtype):
         return torch.softmax(q @ k.mT * 0.3 + mask, -1).to(v.dtype) @ v
 
     args = [*(t.float() for t in qkv()), (draw(*shape, seed=4) * 3).to(dtype)]
-    found = fuse(torch.fx.symbolic_trace(added), args)
-    torch.testing.assert_close(found.graph_module(*args), added(*args))
+    fusion = fuse(torch.fx.symbolic_trace(added), args)
+    torch.testing.assert_close(fusion.graph_module(*args), added(*args))
 
 
 # FUSE-04
@@ -431,9 +431,9 @@ def test_a_score_that_flex_attention_excludes_is_excluded_in_full_blocks_too():
 def test_a_graph_without_example_values_gets_them():
     graph = torch.fx.symbolic_trace(plain)
     args = qkv()
-    found = fuse(graph, args)
-    assert [site.fused for site in found.sites] == [True]
-    torch.testing.assert_close(found.graph_module(*args), plain(*args))
+    fusion = fuse(graph, args)
+    assert [site.fused for site in fusion.sites] == [True]
+    torch.testing.assert_close(fusion.graph_module(*args), plain(*args))
 
 
 def test_an_unforeseen_error_is_a_reason(monkeypatch):

@@ -152,8 +152,8 @@ MISREAD = {
 @pytest.mark.parametrize("name", MISREAD)
 def test_reasons_name_the_dimensions(name):
     function, reason = MISREAD[name]
-    found = fuse(graph_of(function, *qkv(20)), list(qkv(20)))
-    assert [site.reason for site in found.sites] == [reason]
+    fusion = fuse(graph_of(function, *qkv(20)), list(qkv(20)))
+    assert [site.reason for site in fusion.sites] == [reason]
 
 
 def test_a_reason_names_the_operation_that_also_reads():

@@ -49,8 +49,8 @@ def test_there_are_at_least_forty_spellings_and_each_has_its_own_name():
     assert len({spelling.name for spelling in SPELLINGS}) == len(SPELLINGS)
 
 
-def called(found):
-    return getattr(found, "name", str(found))
+def called(spelling):
+    return getattr(spelling, "name", str(spelling))
 
 
 # FUSE-01, FUSE-02, FUSE-03, FUSE-05
@@ -58,9 +58,9 @@ def called(found):
 def test_trains_like_eager_at_any_length(spelling, dtype):
     function = prepared(spelling, dtype)
     # Through AOTAutograd and kernels that a compiler makes in one dtype; recognition is what the others can change.
-    whole = dtype == spelling.dtypes[0]
-    run, counted = compiled(function, dynamic=True if spelling.grows else None, **({} if whole else {"backend": fused_only}))
-    with foci.observe() as log, contextlib.nullcontext() if whole else foci.use("blocked", "reference"):
+    in_first_dtype = dtype == spelling.dtypes[0]
+    run, counted = compiled(function, dynamic=True if spelling.grows else None, **({} if in_first_dtype else {"backend": fused_only}))
+    with foci.observe() as log, contextlib.nullcontext() if in_first_dtype else foci.use("blocked", "reference"):
         compare(function, spelling.inputs(LENGTH, BATCH), dtype, run, backward=spelling.trains_on_cpu)
         check_sites(log, spelling)
         for other in several(LENGTH, *OTHERS)[1:] if spelling.grows else ():

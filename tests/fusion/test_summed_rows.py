@@ -133,9 +133,9 @@ def test_an_operand_that_is_written_is_read_where_it_was():
     run, _ = compiled(written)
     for length in several(S, S + 3, S + 9):
         with torch.no_grad():
-            given = operands(length)
-            expected = written(*(t.clone() for t in given))
-            torch.testing.assert_close(run(*(t.clone() for t in given)), expected)
+            inputs = operands(length)
+            expected = written(*(t.clone() for t in inputs))
+            torch.testing.assert_close(run(*(t.clone() for t in inputs)), expected)
 
 
 def test_a_graph_whose_attention_is_not_fused_keeps_its_sum():
@@ -144,9 +144,9 @@ def test_a_graph_whose_attention_is_not_fused_keeps_its_sum():
         return weights @ v, weights
 
     module = graph_of(returned, *operands()[:5])
-    found = fuse(module, operands()[:5])
-    assert [site.fused for site in found.sites] == [False]
-    assert [n.target for n in found.graph_module.graph.nodes] == [n.target for n in module.graph.nodes]
+    fusion = fuse(module, operands()[:5])
+    assert [site.fused for site in fusion.sites] == [False]
+    assert [n.target for n in fusion.graph_module.graph.nodes] == [n.target for n in module.graph.nodes]
 
 
 def test_an_error_in_between_leaves_the_sum(monkeypatch):
@@ -158,10 +158,10 @@ def test_an_error_in_between_leaves_the_sum(monkeypatch):
 
     monkeypatch.setattr("foci.fusion.concat_scores._pays", lambda *_: True)
     monkeypatch.setattr("torch.einsum", fail)
-    found = fuse(graph_of(added, *operands()[:5]), operands()[:5])
-    assert [site.fused for site in found.sites] == [True]
-    assert "c0[b, h, q_idx, kv_idx]" in found.sites[0].variant
-    torch.testing.assert_close(found.graph_module(*operands()[:5]), added(*operands()[:5]))
+    fusion = fuse(graph_of(added, *operands()[:5]), operands()[:5])
+    assert [site.fused for site in fusion.sites] == [True]
+    assert "c0[b, h, q_idx, kv_idx]" in fusion.sites[0].variant
+    torch.testing.assert_close(fusion.graph_module(*operands()[:5]), added(*operands()[:5]))
 
 
 def test_scores_that_come_from_another_attention():

@@ -194,8 +194,8 @@ def test_under_the_pass_in_inductor():
 @needs_compiler
 def test_numbers_and_lengths_at_once():
     def attend(x, n):
-        own = torch.arange(x.shape[2])
-        return sdpa(x, (own[:, None] - own).abs() < n)
+        positions = torch.arange(x.shape[2])
+        return sdpa(x, (positions[:, None] - positions).abs() < n)
 
     xs = [tokens(length) for length in (24, 30, 37, 64)]
     compare(attend, list(zip(xs, INTS, strict=True)), backend="foci")
@@ -225,13 +225,13 @@ def test_only_a_place_without_symbols_is_fixed(function, values, monkeypatch):
     codes: list[str] = []
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(codes.append))
     model, x = torch.compile(function, backend="foci"), tokens()
-    found = []
+    counts = []
     for value in several(*values[:3]):
         codes.clear()
         model(x, value).sum().backward()
         text = "".join(codes)
-        found.append((text.count("ward(fixed=True)"), text.count("ward(fixed=False)")))
-    assert found == [(2, 0), (0, 2), (0, 0)]  # forward and backward; the third value compiles nothing
+        counts.append((text.count("ward(fixed=True)"), text.count("ward(fixed=False)")))
+    assert counts == [(2, 0), (0, 2), (0, 0)]  # forward and backward; the third value compiles nothing
 
 
 def test_a_call_is_compared_at_three_values_or_not_at_all():

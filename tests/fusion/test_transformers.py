@@ -73,7 +73,7 @@ def check(architecture, dtype, *, training):
     counters.clear()
     with foci.observe() as log:
         # one length: whole models compile for seconds each; spellings of their attentions have several lengths
-        found = results(torch.compile(plain, backend=Compiler(rest="eager") if training else fused_only), inputs, training=training)
+        actual = results(torch.compile(plain, backend=Compiler(rest="eager") if training else fused_only), inputs, training=training)
     counts = dynamo_counts()
     assert [site.reason for site in log.fusions if not site.fused] == []
     assert len(log.calls) == expected  # a frame that runs for each layer is compiled, and reported, once
@@ -82,9 +82,9 @@ def check(architecture, dtype, *, training):
     eager = results(plain, inputs, training=training)
     exact, terms = exact_results(architecture, plain, inputs, training=training)
     # What nobody differentiates has zeros for a gradient under AOTAutograd, and none in eager.
-    assert all(not found.pop(name).any() for name in found.keys() - eager.keys())
-    assert_equal(found, eager, exact, dtype, terms)
-    return found, eager, exact
+    assert all(not actual.pop(name).any() for name in actual.keys() - eager.keys())
+    assert_equal(actual, eager, exact, dtype, terms)
+    return actual, eager, exact
 
 
 # FUSE-03
@@ -95,18 +95,18 @@ def check(architecture, dtype, *, training):
 )
 @pytest.mark.parametrize("architecture", TESTED, ids=lambda a: a.kind)
 def test_all_sites_are_fused(architecture, dtype, training):
-    found, eager, exact = check(architecture, dtype, training=training)
+    actual, eager, exact = check(architecture, dtype, training=training)
     if architecture.kind == "t5" and training:
         # Scores and weights that are not rounded to half precision give gradients that are no worse than eager's.
         names = [name for name in exact if "EncDecAttention" in name]
         assert len(names) == 8
-        ratios = [error(found[name], exact[name]) / error(eager[name], exact[name]) for name in names]
+        ratios = [error(actual[name], exact[name]) / error(eager[name], exact[name]) for name in names]
         assert statistics.geometric_mean(ratios) <= 1.1, ratios
 
 
-def error(found, exact):
+def error(actual, exact):
     """Root of the mean squared difference."""
-    return float((found.double() - exact).square().mean().sqrt())
+    return float((actual.double() - exact).square().mean().sqrt())
 
 
 H200 = Target("cuda", 90, frozenset({"triton", "triton-3.6"}))
@@ -140,7 +140,7 @@ HALVES = [a for a in OTHERS if a.kind in ("longt5", "xlnet", "clip")]
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [*((a, torch.float32) for a in OTHERS), *((a, torch.bfloat16) for a in HALVES)],
-    ids=lambda found: getattr(found, "kind", str(found)),
+    ids=lambda architecture: getattr(architecture, "kind", str(architecture)),
 )
 def test_others_train_too(architecture, dtype):
     check(architecture, dtype, training=True)
@@ -160,6 +160,6 @@ def test_a_gradient_that_is_zero_may_be_rounding():
         generator = torch.Generator().manual_seed(seed)
         inputs = {name: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t for name, t in inputs.items()}
         inputs = cast(inputs, torch.bfloat16)
-        found, eager = (results(model, inputs, training=True) for model in (fused, plain))
+        actual, eager = (results(model, inputs, training=True) for model in (fused, plain))
         exact, terms = exact_results(architecture, plain, inputs, training=True)
-        assert_equal(found, eager, exact, torch.bfloat16, terms)
+        assert_equal(actual, eager, exact, torch.bfloat16, terms)

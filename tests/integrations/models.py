@@ -19,7 +19,7 @@ foci.integrations.register_transformers()
 
 
 def _formula(
-    module, query, key, value, mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, position_bias=None, **others
+    module, query, key, value, mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, position_bias=None, **options
 ) -> tuple[Tensor, None]:
     """Attention written out in the dtype of the inputs: eager models go through float32 and finfo.min, which float64 cannot use."""
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -177,12 +177,12 @@ def exact(model: Any) -> Any:
     return model
 
 
-def within_budget(name: str, found: Tensor, plain: Tensor, true: Tensor, factor: float, term: float = 0.0) -> None:
+def within_budget(name: str, actual: Tensor, plain: Tensor, true: Tensor, factor: float, term: float = 0.0) -> None:
     """The error budget of a whole model: no further from float64 than `factor` times the eager model is, plus rounding.
 
     `term` is the largest of what a gradient sums: rounding is a share of that, also where the sum is zero.
     """
-    eps = torch.finfo(found.dtype).eps
-    distance, of_plain = (float((t.double() - true).abs().max().detach()) for t in (found, plain))
+    eps = torch.finfo(actual.dtype).eps
+    distance, of_plain = (float((t.double() - true).abs().max().detach()) for t in (actual, plain))
     budget = factor * of_plain + 16 * eps * max(float(true.abs().max().detach()), term) + 1e-9
     assert distance <= budget, f"{name}: off by {distance:.3g}, the eager model by {of_plain:.3g}, budget {budget:.3g}"

@@ -131,14 +131,14 @@ def test_flexible_attention():
     expected = flex_attention(q, q, q, score_mod=alibi, block_mask=create_block_mask(causal, None, None, 200, 200, device="cpu"))
     with foci.patch(), foci.observe() as log:
         mask = create_block_mask(causal, None, None, 200, 200, device="cpu")
-        found = [
+        outs = [
             function(q, q, q, score_mod=alibi, block_mask=mask)
             for function in (flex_attention, flex_module.flex_attention, compiled_flex_attention)
         ]
     assert len(log.calls) == 3
     assert isinstance(mask, BlockMask)
     assert mask.shape == (1, 1, 200, 200)
-    for out in found:
+    for out in outs:
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -151,11 +151,11 @@ def test_block_masks_are_torchs_in_every_list():
     arguments = (same_document, None, None, 300, 300)
     expected = create_block_mask(*arguments, device="cpu", BLOCK_SIZE=64)
     with foci.patch():
-        found = create_block_mask(*arguments, device="cpu", BLOCK_SIZE=64)
-    assert torch.equal(found.to_dense(), expected.to_dense())
-    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
-    assert torch.equal(found.q_num_blocks, expected.q_num_blocks)
-    assert found.sparsity() == expected.sparsity()
+        block_mask = create_block_mask(*arguments, device="cpu", BLOCK_SIZE=64)
+    assert torch.equal(block_mask.to_dense(), expected.to_dense())
+    assert block_mask.BLOCK_SIZE == expected.BLOCK_SIZE
+    assert torch.equal(block_mask.q_num_blocks, expected.q_num_blocks)
+    assert block_mask.sparsity() == expected.sparsity()
 
 
 def test_flexible_attention_in_one_graph():
@@ -170,10 +170,10 @@ def test_flexible_attention_in_one_graph():
 
     q = query(1, 2, 100, 16)
     with foci.patch(), foci.observe() as log:
-        found = layer(q)
+        actual = layer(q)
     assert len(log.calls) == 1
     expected = foci.attention(q, q, q, mask=lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 20)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 # JAG-01
@@ -181,26 +181,28 @@ def test_packed_sequences():
     q = query(10, 2, 16)
     offsets = torch.tensor([0, 3, 10], dtype=torch.int32)
     with foci.patch(), foci.observe() as log:
-        found = varlen_attn(q, q, q, offsets, offsets, 7, 7, window_size=(-1, 0), num_splits=1)
+        actual = varlen_attn(q, q, q, offsets, offsets, 7, 7, window_size=(-1, 0), num_splits=1)
         with pytest.raises(ValueError, match="block_table"):
             varlen_attn(q, q, q, offsets, offsets, 7, 7, block_table=torch.zeros(2, 1, dtype=torch.int32))
     assert len(log.calls) == 1
     parts = [F.scaled_dot_product_attention(*[t.transpose(0, 1)] * 3, is_causal=True).transpose(0, 1) for t in q.split([3, 7])]
-    torch.testing.assert_close(found, torch.cat(parts))
+    torch.testing.assert_close(actual, torch.cat(parts))
 
 
 def test_names_of_focis_own_functions_stay():
-    own = {name: getattr(foci, name) for name in ("scaled_dot_product_attention", "flex_attention", "create_block_mask", "varlen_attn")}
+    functions = {
+        name: getattr(foci, name) for name in ("scaled_dot_product_attention", "flex_attention", "create_block_mask", "varlen_attn")
+    }
     with foci.patch():
-        assert {name: getattr(foci, name) for name in own} == own
+        assert {name: getattr(foci, name) for name in functions} == functions
     held = globals()
-    held.update({f"_held_{name}": function for name, function in own.items()})
+    held.update({f"_held_{name}": function for name, function in functions.items()})
     try:
         with foci.patch():
             pass
-        assert all(held[f"_held_{name}"] is function for name, function in own.items())
+        assert all(held[f"_held_{name}"] is function for name, function in functions.items())
     finally:
-        for name in own:
+        for name in functions:
             del held[f"_held_{name}"]
 
 
@@ -209,9 +211,9 @@ def test_nested_tensors():
     parts = [query(n, 2, 16) for n in (3, 7)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
     with foci.patch(), foci.observe() as log:
-        found = F.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
+        actual = F.scaled_dot_product_attention(nested, nested, nested, is_causal=True)
     assert len(log.calls) == 1
-    for out, part in zip(found.transpose(1, 2).unbind(), parts, strict=True):
+    for out, part in zip(actual.transpose(1, 2).unbind(), parts, strict=True):
         expected = Torch.attend(*[part.transpose(0, 1)] * 3, is_causal=True).transpose(0, 1)
         torch.testing.assert_close(out, expected)
 
@@ -285,10 +287,10 @@ def test_a_name_that_the_program_sets_anew_is_kept():
 @pytest.fixture
 def passes(monkeypatch):
     """How many passes over all modules were made."""
-    module, made = sys.modules["foci.integrations.patch"], []
-    whole = module._globals
-    monkeypatch.setattr(module, "_globals", lambda: made.append(1) or whole())
-    return made
+    module, calls = sys.modules["foci.integrations.patch"], []
+    original = module._globals
+    monkeypatch.setattr(module, "_globals", lambda: calls.append(1) or original())
+    return calls
 
 
 def named(name):

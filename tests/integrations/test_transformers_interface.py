@@ -62,9 +62,9 @@ def test_forward_and_gradients(case):
 def test_bfloat16(case):
     eager, foci_model = case.model("eager", torch.bfloat16), case.model("foci", torch.bfloat16)
     with torch.no_grad(), foci.observe() as log:
-        found = case.run(foci_model)
-        within_budget("result", found, case.run(eager), case.run(exact(eager)), 2.0)
-    assert found.dtype == torch.bfloat16
+        actual = case.run(foci_model)
+        within_budget("result", actual, case.run(eager), case.run(exact(eager)), 2.0)
+    assert actual.dtype == torch.bfloat16
     assert {call.problem.dtype for call in log.calls} == {torch.bfloat16}
 
 
@@ -73,16 +73,16 @@ def test_bfloat16(case):
 def test_generation_gives_the_same_tokens(case, cache):
     inputs = {"inputs": tokens(), "attention_mask": padding("left")}
     settings = dict(max_new_tokens=10, do_sample=False, cache_implementation="static" if cache == "static" else None)
-    found = []
+    sequences = []
     for implementation in ("eager", "foci"):
         with foci.observe() as log:
             try:
-                found.append(case.model(implementation).generate(**inputs, **settings))
+                sequences.append(case.model(implementation).generate(**inputs, **settings))
             except TypeError as error:
                 if implementation != "eager":
                     raise
                 pytest.skip(f"transformers {transformers.__version__} fails by itself: {error}")
-    assert torch.equal(*found)
+    assert torch.equal(*sequences)
     # a new length is the same kernel: one variant for the prompt and one for the steps, for each kind of layer
     assert len({call.problem.variant for call in log.calls}) <= (6 if case.name == "t5" else 4)
 
@@ -178,10 +178,10 @@ def test_packed_sequences_by_offsets(name, lengths, one_tensor):
         mask[start:end, start:end] = True
     layer = torch.nn.Module()
     for is_causal in (False, True):
-        found, _ = attention_forward(layer, heads, heads, heads, None, is_causal=is_causal, **named)
+        actual, _ = attention_forward(layer, heads, heads, heads, None, is_causal=is_causal, **named)
         allowed = mask.tril() if is_causal else mask
         scores = (heads.double() @ heads.double().mT * 8**-0.5).masked_fill(~allowed, -torch.inf)
-        torch.testing.assert_close(found, (scores.softmax(-1) @ heads.double()).transpose(1, 2).float(), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(actual, (scores.softmax(-1) @ heads.double()).transpose(1, 2).float(), atol=2e-6, rtol=1e-5)
     if name != "bert":  # passes no offsets on
         with torch.no_grad():
             alone = model(tokens()[:1, : lengths[0]], use_cache=False).logits
@@ -202,8 +202,8 @@ def test_offsets_compose_with_a_mask_of_the_caller():
     keep |= torch.eye(LENGTH, dtype=torch.bool)
     expected = foci.attention(heads, heads, heads, mask=keep & (ids[:, None] == ids)).transpose(1, 2)
     for mask in (keep, torch.where(keep, 0.0, -torch.inf)):
-        found, _ = attention_forward(torch.nn.Module(), heads, heads, heads, mask, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
-        torch.testing.assert_close(found, expected)
+        actual, _ = attention_forward(torch.nn.Module(), heads, heads, heads, mask, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_offsets_that_say_too_little_are_refused():
@@ -228,9 +228,9 @@ def test_a_mask_of_four_dims_is_taken(dtype, other):
 def test_output_attentions(name):
     case = BY_NAME[name]
     with torch.no_grad():
-        eager, found = (case.model(i)(tokens(), output_attentions=True).attentions for i in ("eager", "foci"))
-    assert len(found) == 2
-    torch.testing.assert_close(found, eager, atol=1e-6, rtol=1e-5)
+        eager, actual = (case.model(i)(tokens(), output_attentions=True).attentions for i in ("eager", "foci"))
+    assert len(actual) == 2
+    torch.testing.assert_close(actual, eager, atol=1e-6, rtol=1e-5)
 
 
 def test_a_layer_without_mask_attends_as_its_flag_says():
@@ -366,8 +366,8 @@ class TestModelMask:
     )
     def test_other_uses_get_the_tensor_and_say_so(self, use):
         with pytest.warns(UserWarning, match="written out as a bool tensor"):
-            found = use(self.mask())
-        assert torch.equal(found, use(self.dense))
+            result = use(self.mask())
+        assert torch.equal(result, use(self.dense))
 
     @pytest.mark.parametrize(
         "use",
@@ -408,12 +408,12 @@ class TestCompiled:
             inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": use_cache}
             expected = model(**inputs).logits
             with foci.observe() as log:
-                found = compiled(**inputs).logits
+                actual = compiled(**inputs).logits
             assert len(log.calls) == 2
             assert max(c.rank for call in log.calls for c in call.problem.variant.captures) == 2
-            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
             gradients = []
-            for result in (expected, found):
+            for result in (expected, actual):
                 model.zero_grad()
                 result.square().sum().backward()
                 gradients.append([p.grad.clone() for p in model.parameters()])
@@ -439,7 +439,7 @@ class TestCompiled:
         inputs = {"inputs": tokens()[:, :7], "attention_mask": padding("left")[:, -7:], "do_sample": False, "max_new_tokens": 8}
         expected = model.generate(**inputs)
         torch._dynamo.utils.counters.clear()
-        found = model.generate(**inputs, cache_implementation="static", compile_config=settings)
-        assert torch.equal(found, expected)
+        sequences = model.generate(**inputs, cache_implementation="static", compile_config=settings)
+        assert torch.equal(sequences, expected)
         # the prompt, the first step, the others: of eight steps
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3

@@ -38,19 +38,19 @@ def autograd(expr, env, cotangent):
 def gathered(expr, env, cotangent):
     """Gradients of the captured float tensors as `CaptureDerivative` describes them."""
     grads = {slot: torch.zeros_like(c) for slot, c in enumerate(env.captures) if c.is_floating_point()}
-    for found in capture_derivatives(expr):
+    for derivative in capture_derivatives(expr):
         axes, shape = {}, list(FULL)
-        for _, extent in found.axes:
+        for _, extent in derivative.axes:
             shape.append(int(evaluate([extent], env)[0]))
-        for n, (level, _) in enumerate(found.axes):
-            axes[level] = torch.arange(shape[4 + n])[(...,) + (None,) * (len(found.axes) - 1 - n)]
-        inside = {name: v[(...,) + (None,) * len(found.axes)] for name, v in env.variables.items()}
+        for n, (level, _) in enumerate(derivative.axes):
+            axes[level] = torch.arange(shape[4 + n])[(...,) + (None,) * (len(derivative.axes) - 1 - n)]
+        inside = {name: v[(...,) + (None,) * len(derivative.axes)] for name, v in env.variables.items()}
         inner = Env(inside, env.captures, env.ints, env.floats, env.dtype, axes)
-        weight, *indices = evaluate((found.weight, *found.indices), inner)
-        amount = cotangent[(...,) + (None,) * len(found.axes)] * weight
+        weight, *indices = evaluate((derivative.weight, *derivative.indices), inner)
+        amount = cotangent[(...,) + (None,) * len(derivative.axes)] * weight
         places = tuple(i.expand(shape).reshape(-1).long() for i in indices)
         amount = amount.expand(shape).reshape(-1)
-        grads[found.slot].index_put_(places, amount, accumulate=True)
+        grads[derivative.slot].index_put_(places, amount, accumulate=True)
     return list(grads.values())
 
 
@@ -115,10 +115,10 @@ def test_ties_of_a_reduction_share():
     expr = reduce("max", 0, load(0, (ROW, axis(0)), DType.FLOAT), size(0, 1))
     env = Env({"q_idx": torch.arange(2)}, (table,), dtype=torch.float64)
     wanted = torch.autograd.grad(evaluate([expr], env)[0].sum(), table)[0]
-    (found,) = capture_derivatives(expr)
-    ((level, _),) = found.axes
+    (derivative,) = capture_derivatives(expr)
+    ((level, _),) = derivative.axes
     inside = Env({"q_idx": torch.arange(2)[:, None]}, (table.detach(),), dtype=torch.float64, axes={level: torch.arange(3)})
-    assert torch.equal(evaluate([found.weight], inside)[0], wanted)
+    assert torch.equal(evaluate([derivative.weight], inside)[0], wanted)
 
 
 VARIANTS = [
@@ -172,8 +172,8 @@ def test_what_was_not_chosen_may_be_infinite(expr):
 
 def test_a_softcap_costs_one_tanh():
     cap = param(0, DType.FLOAT)
-    found = score_derivative(apply("mul", apply("tanh", apply("div", SCORE, cap)), cap))
-    assert to_infix(found) == "1.0 - tanh(score / f0) * tanh(score / f0)"
+    derivative = score_derivative(apply("mul", apply("tanh", apply("div", SCORE, cap)), cap))
+    assert to_infix(derivative) == "1.0 - tanh(score / f0) * tanh(score / f0)"
 
 
 def test_gradcheck_of_a_whole_score_function():
@@ -199,6 +199,6 @@ def test_gradcheck_of_a_whole_score_function():
 def test_axes_of_nested_loops_are_outermost_first():
     inner_row, outer_row = ROWS, load(4, (COLUMN, axis(1)), DType.FLOAT)
     body = reduce("sum", 0, apply("mul", inner_row, apply("exp", apply("mul", inner_row, outer_row))), EXTENT)
-    found = capture_derivatives(reduce("sum", 1, body, EXTENT))
-    assert all(d.axes == ((1, EXTENT), (0, EXTENT)) for d in found if axis(0) in d.indices)
-    assert {d.indices[1] for d in found} == {axis(0), axis(1)}
+    derivatives = capture_derivatives(reduce("sum", 1, body, EXTENT))
+    assert all(d.axes == ((1, EXTENT), (0, EXTENT)) for d in derivatives if axis(0) in d.indices)
+    assert {d.indices[1] for d in derivatives} == {axis(0), axis(1)}

@@ -103,8 +103,8 @@ def test_loops_compute_what_eager_computes(a, b):
     for place in ((0, 0, 0, 0), (1, 2, 5, 4), (0, 1, 3, 2)):
         score = env.variables["score"][place].item()
         at = {"score": score, **dict(zip(("b", "h", "q_idx", "kv_idx"), place))}
-        found = run_scalars([a, b], env, at)
-        for value, mine in zip(values, found):
+        actual = run_scalars([a, b], env, at)
+        for value, mine in zip(values, actual):
             assert mine == pytest.approx(value[place].item(), rel=1e-9, abs=1e-12, nan_ok=True)
 
 
@@ -197,10 +197,10 @@ def test_a_dot_of_rows_makes_no_product_of_all_elements():
     expr = reduce("sum", 0, apply("mul", load(0, (q, axis(0)), F), load(1, (kv, axis(0)), F)), size(0, 1))
     env = Env({"q_idx": torch.arange(n)[:, None], "kv_idx": torch.arange(n)}, (left, right))
     with torch.profiler.profile(profile_memory=True) as profile:
-        found = evaluate([expr], env)[0]
+        actual = evaluate([expr], env)[0]
     most = max(event.self_cpu_memory_usage for event in profile.events())
     assert most < n * n * width  # bytes; the product would be four times that
-    torch.testing.assert_close(found, left @ right.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, left @ right.T, rtol=1e-4, atol=1e-4)
 
 
 def test_a_body_that_does_not_read_its_axis():

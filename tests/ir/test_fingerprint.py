@@ -94,9 +94,9 @@ def by_eval():
 
 def by_exec():
     def score(s, b, h, i, j):
-        found = {}
-        exec("gain = GAIN", globals(), found)
-        return s * found["gain"]
+        namespace = {}
+        exec("gain = GAIN", globals(), namespace)
+        return s * namespace["gain"]
 
     return score
 
@@ -157,8 +157,8 @@ def test_what_is_remembered(name):
 def test_focis_own_functions_are_remembered(module):
     sizes, cpu = Sizes(B=2, Hq=4, Hkv=2, Sq=40, Skv=40, D=16), torch.device("cpu")
     for example in module.EXAMPLES:
-        made = example.build(sizes, cpu) if module is foci.masks else example.build(sizes, cpu, torch.float32)
-        assert fingerprint(made.function) is not None, example.name
+        mod = example.build(sizes, cpu) if module is foci.masks else example.build(sizes, cpu, torch.float32)
+        assert fingerprint(mod.function) is not None, example.name
 
 
 def test_functions_that_close_over_themselves():
@@ -182,11 +182,11 @@ def test_functions_that_close_over_themselves():
 
 
 def test_which_function_is_closed_over_twice_is_part_of_the_key():
-    def made(first, second):
+    def compose(first, second):
         return lambda s, b, h, i, j: second(first(s))
 
     double, triple = (lambda s, n=n: s * n for n in (2, 3))
-    keys = {str(fingerprint(made(*pair)).structure) for pair in ((double, double), (double, triple), (triple, double))}
+    keys = {str(fingerprint(compose(*pair)).structure) for pair in ((double, double), (double, triple), (triple, double))}
     assert len(keys) == 2  # numbers are apart
 
 

@@ -74,11 +74,11 @@ def test_no_value_leaves_its_range(expr, block_q, block_kv, seed):
         grid = grid_of((2, 3, 6, 5), (block_q, block_kv), env.captures)
         score = env.variables["score"].double()
         grid = Grid({**grid.ranges, "score": Range(score.min(), score.max())}, env.captures)
-        found = bounds(expr, grid)
+        interval = bounds(expr, grid)
         value = evaluate([expr], env)[0].double().expand(2, 3, 6, 5)
         rows, columns = torch.arange(6) // block_q, torch.arange(5) // block_kv
         shape = (2, 3, int(rows.max()) + 1, int(columns.max()) + 1)
-        lo, hi = (x.expand(shape)[:, :, rows][..., columns] for x in (found.lo, found.hi))
+        lo, hi = (x.expand(shape)[:, :, rows][..., columns] for x in (interval.lo, interval.hi))
         inside = ((lo <= value) & (value <= hi)) | value.isnan()
         assert inside.all(), f"{to_infix(expr)}: {value[~inside][0]} outside {lo[~inside][0]} .. {hi[~inside][0]}"
 
@@ -97,11 +97,11 @@ def test_what_may_be_nan_decides_nothing(expr, block_q, block_kv, seed):
     )
     grid = grid_of((2, 3, 6, 5), (block_q, block_kv), captures)
     score = env.variables["score"].double()
-    found = bounds(expr, Grid({**grid.ranges, "score": Range(score.min(), score.max())}, captures))
+    interval = bounds(expr, Grid({**grid.ranges, "score": Range(score.min(), score.max())}, captures))
     value = evaluate([expr], replace(env, captures=captures))[0].double().expand(2, 3, 6, 5)
     rows, columns = torch.arange(6) // block_q, torch.arange(5) // block_kv
     shape = (2, 3, int(rows.max()) + 1, int(columns.max()) + 1)
-    lo, hi = (x.expand(shape)[:, :, rows][..., columns] for x in (found.lo, found.hi))
+    lo, hi = (x.expand(shape)[:, :, rows][..., columns] for x in (interval.lo, interval.hi))
     inside = torch.where(value.isnan(), (lo == -torch.inf) & (hi == torch.inf), (lo <= value) & (value <= hi))
     assert inside.all(), f"{to_infix(expr)}: {value[~inside][0]} outside {lo[~inside][0]} .. {hi[~inside][0]}"
 
@@ -137,18 +137,18 @@ EXACT = {
 def test_usual_masks_are_decided_exactly(name, block):
     mask, captures = EXACT[name]
     sizes = (2, 2, 256, 256)
-    found = bounds(mask, grid_of(sizes, block, captures, ints=(50,)))
+    interval = bounds(mask, grid_of(sizes, block, captures, ints=(50,)))
     shape = (2, 2, 256 // block[0], 256 // block[1])
     lo, hi = truth(mask, sizes, block, captures, ints=(50,))
-    assert torch.equal(found.lo.expand(shape), lo)
-    assert torch.equal(found.hi.expand(shape), hi)
+    assert torch.equal(interval.lo.expand(shape), lo)
+    assert torch.equal(interval.hi.expand(shape), hi)
 
 
 def test_lengths_that_are_no_multiple_of_the_block():
     sizes, block = (1, 1, 201, 333), (64, 48)
-    found = bounds(WINDOW, grid_of(sizes, block, ints=(50,)))
+    interval = bounds(WINDOW, grid_of(sizes, block, ints=(50,)))
     lo, hi = truth(WINDOW, sizes, block, ints=(50,))
-    assert torch.equal(found.lo, lo[0, 0]) and torch.equal(found.hi, hi[0, 0])
+    assert torch.equal(interval.lo, lo[0, 0]) and torch.equal(interval.hi, hi[0, 0])
 
 
 def test_selected_blocks():
@@ -157,9 +157,9 @@ def test_selected_blocks():
     chosen = load(0, (BATCH, HEAD, apply("floordiv", q, 32), axis(0)), DType.INT32)
     mask = reduce("any", 0, apply("eq", chosen, apply("floordiv", kv, 32)), size(0, 3))
     for block in ((32, 32), (16, 32)):
-        found = bounds(mask, grid_of((2, 2, 256, 256), block, (topk,)))
+        interval = bounds(mask, grid_of((2, 2, 256, 256), block, (topk,)))
         lo, hi = truth(mask, (2, 2, 256, 256), block, (topk,))
-        assert torch.equal(found.lo, lo) and torch.equal(found.hi, hi)
+        assert torch.equal(interval.lo, lo) and torch.equal(interval.hi, hi)
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min"])
@@ -167,35 +167,35 @@ def test_selected_blocks():
 def test_reductions_over_captured_rows(kind, length):
     table = torch.randn(64, length, generator=torch.Generator().manual_seed(1))
     expr = reduce(kind, 0, load(0, (q, axis(0)), DType.FLOAT), size(0, 1))
-    found = bounds(expr, grid_of((1, 1, 64, 64), (8, 8), (table,)))
+    interval = bounds(expr, grid_of((1, 1, 64, 64), (8, 8), (table,)))
     value = evaluate([expr], env_of((1, 1, 64, 64), (table,)))[0].double().reshape(8, 8)
-    assert (found.lo.reshape(-1) <= value.amin(1)).all() and (value.amax(1) <= found.hi.reshape(-1)).all()
+    assert (interval.lo.reshape(-1) <= value.amin(1)).all() and (value.amax(1) <= interval.hi.reshape(-1)).all()
     if length == 5:
-        assert (found.hi - found.lo).max() < 20
+        assert (interval.hi - interval.lo).max() < 20
 
 
 @pytest.mark.parametrize("kind, empty", [("any", 0.0), ("all", 1.0)])
 def test_a_reduction_over_nothing(kind, empty):
     expr = reduce(kind, 0, load(0, (q, axis(0)), DType.BOOL), size(0, 1))
-    found = bounds(expr, grid_of((1, 1, 4, 4), (2, 2), (torch.zeros(4, 0, dtype=torch.bool),)))
-    assert found.lo.eq(empty).all() and found.hi.eq(empty).all()
+    interval = bounds(expr, grid_of((1, 1, 4, 4), (2, 2), (torch.zeros(4, 0, dtype=torch.bool),)))
+    assert interval.lo.eq(empty).all() and interval.hi.eq(empty).all()
 
 
 def test_a_long_any_is_decided_where_the_row_is_surely_out():
     ids = torch.arange(1000, 1200)[None]
     expr = reduce("any", 0, apply("eq", load(0, (BATCH, axis(0)), DType.INT64), kv), size(0, 1))
-    found = bounds(expr, grid_of((1, 1, 1, 1400), (1, 100), (ids,)))
-    assert found.hi.flatten().tolist() == [0.0] * 10 + [1.0, 1.0] + [0.0] * 2
+    interval = bounds(expr, grid_of((1, 1, 1, 1400), (1, 100), (ids,)))
+    assert interval.hi.flatten().tolist() == [0.0] * 10 + [1.0, 1.0] + [0.0] * 2
 
 
 def test_negative_indices_wrap():
     table = torch.arange(10.0)
     for first, last, lo, hi in ((-3, -1, 7, 9), (-1, 1, 0, 9), (2, 4, 2, 4), (-10, -8, 0, 2), (8, 40, 8, 9), (-40, -9, 0, 1)):
-        found = bounds(
+        interval = bounds(
             load(0, (q,), DType.FLOAT),
             Grid({"q_idx": Range(torch.tensor(float(first)).double(), torch.tensor(float(last)).double())}, (table,)),
         )
-        assert (found.lo.item(), found.hi.item()) == (lo, hi)
+        assert (interval.lo.item(), interval.hi.item()) == (lo, hi)
 
 
 @pytest.mark.parametrize("block", [(16, 32), (1, 8)], ids=str)
@@ -205,44 +205,44 @@ def test_a_captured_mask_is_reduced_in_both_dimensions(block):
     table = (torch.rand(2, 1, 50, 70, generator=make) < 0.5) & (torch.arange(70) < torch.tensor([20, 64]).reshape(2, 1, 1, 1))
     table[1, :, :20, :40] = True
     mask = load(0, (BATCH, const(0), q, kv), DType.BOOL)
-    found = bounds(mask, grid_of((2, 2, 50, 70), block, (table,)))
+    interval = bounds(mask, grid_of((2, 2, 50, 70), block, (table,)))
     lo, hi = truth(mask, (2, 2, 50, 70), block, (table,))
-    assert torch.equal(found.lo.expand_as(lo), lo) and torch.equal(found.hi.expand_as(hi), hi)
+    assert torch.equal(interval.lo.expand_as(lo), lo) and torch.equal(interval.hi.expand_as(hi), hi)
     assert 0 < lo.sum() < hi.sum() < hi.numel()
 
 
 def test_a_huge_captured_matrix_gives_its_extremes(monkeypatch):
     monkeypatch.setattr("foci.ir.interval._MOST_REDUCED", 63)
     table = torch.arange(64.0).reshape(8, 8)
-    found = bounds(load(0, (q, kv), DType.FLOAT), grid_of((1, 1, 8, 8), (4, 4), (table,)))
-    assert found.lo.eq(0).all() and found.hi.eq(63).all()
+    interval = bounds(load(0, (q, kv), DType.FLOAT), grid_of((1, 1, 8, 8), (4, 4), (table,)))
+    assert interval.lo.eq(0).all() and interval.hi.eq(63).all()
 
 
 def test_nan_and_infinity_in_a_captured_tensor():
     table = torch.tensor([0.0, -torch.inf, 1.0, torch.nan])
     expr = apply("lt", load(0, (q,), DType.FLOAT), 2.0)
-    found = bounds(expr, grid_of((1, 1, 4, 1), (2, 1), (table,)))
-    assert found.lo.flatten().tolist() == [1.0, 0.0]
+    interval = bounds(expr, grid_of((1, 1, 4, 1), (2, 1), (table,)))
+    assert interval.lo.flatten().tolist() == [1.0, 0.0]
 
 
 def test_integers_that_float64_cannot_hold_are_not_called_equal():
     ids = torch.tensor([2**53, 2**53 + 1])
     expr = apply("eq", load(0, (q,), DType.INT64), load(0, (kv,), DType.INT64))
-    found = bounds(expr, grid_of((1, 1, 2, 2), (1, 1), (ids,)))
-    assert found.lo.max() == 0
+    interval = bounds(expr, grid_of((1, 1, 2, 2), (1, 1), (ids,)))
+    assert interval.lo.max() == 0
 
 
 def test_float32_rounding_decides_nothing():
     # 0.1 * 3 is over 0.3 in float64, and is 0.3 in float32
     expr = apply("lt", 0.3, apply("mul", cast(q, DType.FLOAT), 0.1))
-    found = bounds(expr, grid_of((1, 1, 5, 1), (1, 1)))
-    assert (found.lo.flatten().tolist(), found.hi.flatten().tolist()) == ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
+    interval = bounds(expr, grid_of((1, 1, 5, 1), (1, 1)))
+    assert (interval.lo.flatten().tolist(), interval.hi.flatten().tolist()) == ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
 
 
 def test_sums_that_wrap_are_not_decided():
     expr = apply("lt", 0, apply("add", q, 2**31 - 3))
-    found = bounds(expr, grid_of((1, 1, 8, 1), (4, 1)))
-    assert found.lo.max() == 0 and found.hi.min() == 1
+    interval = bounds(expr, grid_of((1, 1, 8, 1), (4, 1)))
+    assert interval.lo.max() == 0 and interval.hi.min() == 1
 
 
 def test_a_missing_variable_is_named():
@@ -263,11 +263,11 @@ def test_segments(rows, n, seed, dtype):
     table = torch.randint(0, 2 if dtype is torch.bool else 100, (rows, n), generator=make).to(dtype)
     row = torch.randint(0, rows, (4, 1), generator=make)
     ends = torch.randint(0, n, (4, 6, 2), generator=make).sort(-1)[0]
-    found = segment_range(table, row, ends[..., 0], ends[..., 1])
+    interval = segment_range(table, row, ends[..., 0], ends[..., 1])
     for i in range(4):
         for j in range(6):
             part = table[row[i, 0], ends[i, j, 0] : ends[i, j, 1] + 1].double()
-            assert (found.lo[i, j], found.hi[i, j]) == (part.min(), part.max())
+            assert (interval.lo[i, j], interval.hi[i, j]) == (part.min(), part.max())
 
 
 def test_segments_of_long_rows_are_cells(monkeypatch):
@@ -275,9 +275,9 @@ def test_segments_of_long_rows_are_cells(monkeypatch):
     table = torch.randint(0, 1000, (2, 333), generator=torch.Generator().manual_seed(0))
     first = torch.arange(0, 320, 16)
     last = first + 15
-    found = segment_range(table, torch.tensor(1), first, last)
+    interval = segment_range(table, torch.tensor(1), first, last)
     exact = table[1, :320].reshape(20, 16).double()
-    assert torch.equal(found.lo, exact.amin(1)) and torch.equal(found.hi, exact.amax(1))
+    assert torch.equal(interval.lo, exact.amin(1)) and torch.equal(interval.hi, exact.amax(1))
     loose = segment_range(table, torch.tensor(0), torch.tensor([5]), torch.tensor([332]))
     assert loose.lo <= table[0, 5:].min() and loose.hi >= table[0, 5:].max()
 
@@ -299,10 +299,10 @@ def test_memory_of_a_long_document_mask(monkeypatch):
 
     monkeypatch.setattr(Range, "__init__", counted)
     started = time.perf_counter()
-    found = bounds(mask, grid)
+    interval = bounds(mask, grid)
     assert time.perf_counter() - started < 2
     assert most <= (n // block) ** 2 * 8
-    sure, possible = found.lo == 1, found.hi == 1
+    sure, possible = interval.lo == 1, interval.hi == 1
     assert 0 < sure.sum() < possible.sum() < (n // block) ** 2 // 10
 
 

@@ -12,10 +12,10 @@ S = 24
 
 def numbers(dtype, *shape, seed=0):
     bounds = torch.iinfo(dtype)
-    found = torch.randint(bounds.min, bounds.max + 1, shape, dtype=torch.int64, generator=torch.Generator().manual_seed(seed))
+    values = torch.randint(bounds.min, bounds.max + 1, shape, dtype=torch.int64, generator=torch.Generator().manual_seed(seed))
     edges = torch.tensor([bounds.min, bounds.max, 0, 1])
-    found.view(-1)[: len(edges)] = edges
-    return found.to(dtype)
+    values.view(-1)[: len(edges)] = edges
+    return values.to(dtype)
 
 
 # of two numbers of the captured vector, and positions
@@ -76,8 +76,8 @@ def test_masks_wrap_as_torch_does(name, dtype):
     q, k, v = drawn()
     for backend in ("reference", "blocked"):
         with foci.use(backend):
-            found = foci.attention(q, k, v, mask=lambda b, h, qi, ki: word(x[qi], x[ki], qi, ki))
-        torch.testing.assert_close(found.double(), attend(allowed, q, k, v), atol=1e-5, rtol=1e-5)
+            actual = foci.attention(q, k, v, mask=lambda b, h, qi, ki: word(x[qi], x[ki], qi, ki))
+        torch.testing.assert_close(actual.double(), attend(allowed, q, k, v), atol=1e-5, rtol=1e-5)
 
 
 # FLEX-03
@@ -92,8 +92,8 @@ def test_scores_are_those_of_torchs_flex_attention(dtype, backend):
 
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     with foci.use(backend):
-        found = foci.flex_attention(q, k, v, score_mod=score)
-    torch.testing.assert_close(found, flex_attention(q, k, v, score_mod=score), atol=1e-5, rtol=1e-5)
+        actual = foci.flex_attention(q, k, v, score_mod=score)
+    torch.testing.assert_close(actual, flex_attention(q, k, v, score_mod=score), atol=1e-5, rtol=1e-5)
 
 
 # of a matrix of captured numbers: its rows are reduced
@@ -116,8 +116,8 @@ def test_rows_wrap_as_torchs_do(name, dtype):
     allowed = torch.tensor([[bool(word(m, a, b)) for b in positions] for a in positions])
     q, k, v = drawn()
     with foci.use("blocked"):
-        found = foci.attention(q, k, v, mask=lambda b, h, qi, ki: word(m, qi, ki))
-    torch.testing.assert_close(found.double(), attend(allowed, q, k, v), atol=1e-5, rtol=1e-5)
+        actual = foci.attention(q, k, v, mask=lambda b, h, qi, ki: word(m, qi, ki))
+    torch.testing.assert_close(actual.double(), attend(allowed, q, k, v), atol=1e-5, rtol=1e-5)
 
 
 REFUSED = {

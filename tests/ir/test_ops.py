@@ -90,14 +90,14 @@ def test_folding_special_numbers_is_what_torch_computes(name):
         (x, *pair) for x in SPECIAL for pair in ((), *((y,) for y in rest), *((y, z) for y in rest for z in rest)) if len(pair) == arity - 1
     ]
     for numbers in cases:
-        given = [bool(numbers[0]), *numbers[1:]] if name == "where" else list(numbers)
-        folded = apply(name, *given)
+        inputs = [bool(numbers[0]), *numbers[1:]] if name == "where" else list(numbers)
+        folded = apply(name, *inputs)
         if folded.op != "const":
             continue
-        tensors = [torch.tensor([x], dtype=torch.bool if isinstance(x, bool) else torch.float64) for x in given]
+        tensors = [torch.tensor([x], dtype=torch.bool if isinstance(x, bool) else torch.float64) for x in inputs]
         env = Env({"q_idx": torch.tensor([0])}, tensors, dtype=torch.float64)
         eager = evaluate([apply(name, *loads(tensors))], env)[0].item()
-        assert folded.value == pytest.approx(eager, rel=1e-12, nan_ok=True), f"{name}{tuple(given)}"
+        assert folded.value == pytest.approx(eager, rel=1e-12, nan_ok=True), f"{name}{tuple(inputs)}"
 
 
 def test_integers_fold_as_they_wrap():
@@ -118,12 +118,12 @@ def test_partials_are_what_autograd_finds(name):
         captured = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
         env = env_of(captured, score=score)
         value = evaluate([expr], env)[0]
-        others = [t for j, t in enumerate(captured) if t.requires_grad and j != i]
-        wanted = torch.autograd.grad(value.sum(), [score, *others], retain_graph=True)
+        leaves = [t for j, t in enumerate(captured) if t.requires_grad and j != i]
+        wanted = torch.autograd.grad(value.sum(), [score, *leaves], retain_graph=True)
         torch.testing.assert_close(evaluate([score_derivative(expr)], env)[0].expand(N), wanted[0], rtol=1e-10, atol=1e-12)
-        found = {d.slot: d.weight for d in capture_derivatives(expr)}
+        weights = {d.slot: d.weight for d in capture_derivatives(expr)}
         for slot, gradient in zip([j for j, t in enumerate(captured) if t.requires_grad and j != i], wanted[1:]):
-            torch.testing.assert_close(evaluate([found[slot]], env)[0].expand(N), gradient, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(evaluate([weights[slot]], env)[0].expand(N), gradient, rtol=1e-10, atol=1e-12)
         assert torch.autograd.gradcheck(lambda s: evaluate([expr], env_of(tensors, score=s))[0], [tensors[i].clone().requires_grad_()])
 
 
@@ -190,8 +190,8 @@ def test_ranges_are_sound(name, kind):
         args = [load(i, (places[i],), loads(tensors)[i].dtype) for i in range(len(tensors))]
         expr = node(name, *_typed(name, args))
         box = {str(p.value): Range(e[:, 0].double(), e[:, 1].double()) for p, e in zip(places, ends)}
-        found = bounds(expr, Grid(box, tensors))
-        lo, hi = found.lo.expand(40), found.hi.expand(40)
+        interval = bounds(expr, Grid(box, tensors))
+        lo, hi = interval.lo.expand(40), interval.hi.expand(40)
         for _ in range(60):
             at = {v: e[:, 0] + (torch.rand(40) * (e[:, 1] - e[:, 0] + 1)).long() for v, e in zip(box, ends)}
             for dtype in (torch.float64, torch.float32):

@@ -39,11 +39,11 @@ def test_deep_nests_keep_their_axes_apart():
     body = apply("mul", apply("mul", row(0), row(1)), apply("mul", row(2), SCORE))
     nest = reduce("sum", 2, reduce("sum", 1, reduce("sum", 0, body, EXTENT), EXTENT), EXTENT)
     env = environment()
-    found = substitute(nest, {SCORE: DOT})
-    verify(found, 6)
+    result = substitute(nest, {SCORE: DOT})
+    verify(result, 6)
     dot = evaluate([DOT], env)[0]
     wanted = evaluate([nest], Env({**env.variables, "score": dot}, env.captures, dtype=env.dtype))[0]
-    torch.testing.assert_close(evaluate([found], env)[0], wanted)
+    torch.testing.assert_close(evaluate([result], env)[0], wanted)
 
 
 def test_a_reduction_that_goes_lowers_those_around_it():
@@ -80,15 +80,15 @@ def test_substitution_is_composition(outer, inner):
     verify(composed, 6)
     value = evaluate([inner], env)[0].expand(2, 3, 6, 5)
     wanted = evaluate([outer], Env({**env.variables, "score": value}, env.captures, env.ints, env.floats, env.dtype))[0]
-    found = evaluate([composed], env)[0]
-    torch.testing.assert_close(*torch.broadcast_tensors(found, wanted), equal_nan=True)
+    actual = evaluate([composed], env)[0]
+    torch.testing.assert_close(*torch.broadcast_tensors(actual, wanted), equal_nan=True)
 
 
 def test_substitution_types_again():
     # an INT64 parameter in place of an INT32 constant widens what it meets
-    found = substitute(apply("add", q, 3), {const(3): param(0, DType.INT64)})
-    assert found is apply("add", q, param(0, DType.INT64))
-    assert found.dtype is DType.INT64
+    result = substitute(apply("add", q, 3), {const(3): param(0, DType.INT64)})
+    assert result is apply("add", q, param(0, DType.INT64))
+    assert result.dtype is DType.INT64
 
 
 def test_rewrite_sees_every_node_once():

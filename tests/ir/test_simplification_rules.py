@@ -44,15 +44,15 @@ def texts(part):
 @pytest.mark.parametrize(("rule", "text"), texts("examples"))
 def test_an_example_changes_and_keeps_its_values(rule, text):
     e, tensors = written(text)
-    made = rule.function(e)
+    simpler = rule.function(e)
     assert e.op in rule.names
-    assert made is not None and made is not e
+    assert simpler is not None and simpler is not e
     draw = torch.Generator().manual_seed(0)
     score = torch.cat((torch.tensor(SPECIAL), torch.randn(19, generator=draw))).view(2, 1, 4, 4)
     at = torch.arange(4)
     positions = {"b": at[:2].view(2, 1, 1, 1), "h": at[:1].view(1, 1, 1, 1), "q_idx": at[:, None], "kv_idx": at}
-    before, after = evaluate((e, made), Env({"score": score, **positions}, tuple(tensors)))
-    assert same(before, after), f"{to_infix(e)}  ->  {to_infix(made)}"
+    before, after = evaluate((e, simpler), Env({"score": score, **positions}, tuple(tensors)))
+    assert same(before, after), f"{to_infix(e)}  ->  {to_infix(simpler)}"
 
 
 @pytest.mark.parametrize(("rule", "text"), texts("counterexamples"))
@@ -90,19 +90,19 @@ def small(dtype):
     """Expressions of one operation."""
     leaves = LEAVES[dtype]
     condition = LEAVES[DType.BOOL][0]
-    found = [apply("where", condition, a, b) for a, b in itertools.product(leaves[:3] + leaves[-2:], repeat=2)]
-    found += [apply("not", a) for a in leaves] if dtype is not DType.FLOAT else []
+    expressions = [apply("where", condition, a, b) for a, b in itertools.product(leaves[:3] + leaves[-2:], repeat=2)]
+    expressions += [apply("not", a) for a in leaves] if dtype is not DType.FLOAT else []
     if dtype is DType.BOOL:
-        found += [apply(name, a, b) for name in ("eq", "ne", "lt", "le") for kind in LEAVES for a, b in pairs(LEAVES[kind], 6)]
-        return found + [apply(name, a, b) for name in ("and", "or", "xor") for a, b in itertools.product(leaves, repeat=2)]
-    found += [apply(name, a) for name in ("neg", "abs") for a in leaves]
-    found += [apply(name, a, b) for name in ("add", "sub", "mul", "min", "max") for a, b in pairs(leaves, 8)]
-    found += [cast(a, dtype) for kind in LEAVES if kind is not DType.FLOAT for a in LEAVES[kind]]
+        expressions += [apply(name, a, b) for name in ("eq", "ne", "lt", "le") for kind in LEAVES for a, b in pairs(LEAVES[kind], 6)]
+        return expressions + [apply(name, a, b) for name in ("and", "or", "xor") for a, b in itertools.product(leaves, repeat=2)]
+    expressions += [apply(name, a) for name in ("neg", "abs") for a in leaves]
+    expressions += [apply(name, a, b) for name in ("add", "sub", "mul", "min", "max") for a, b in pairs(leaves, 8)]
+    expressions += [cast(a, dtype) for kind in LEAVES if kind is not DType.FLOAT for a in LEAVES[kind]]
     if dtype is DType.FLOAT:
-        found += [apply("mul", a, 3.0) for a in leaves[:4]]
-        found += [apply(name, a) for name in ("floor", "ceil", "round", "trunc") for a in leaves]
-        return found + [round_to(a, torch.float16) for a in leaves]
-    return found + [apply(name, a, n) for name in ("mod", "floordiv") for a in leaves for n in (1, 2, 3, -2)]
+        expressions += [apply("mul", a, 3.0) for a in leaves[:4]]
+        expressions += [apply(name, a) for name in ("floor", "ceil", "round", "trunc") for a in leaves]
+        return expressions + [round_to(a, torch.float16) for a in leaves]
+    return expressions + [apply(name, a, n) for name in ("mod", "floordiv") for a in leaves for n in (1, 2, 3, -2)]
 
 
 def pairs(items, count):
@@ -178,17 +178,17 @@ def watched(rule, e):
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_keeps_values(name):
-    found = 0
+    count = 0
     for e in dict.fromkeys(e for e in cases(name) if e.op == name):
-        made = watched(RULES[name], e)
-        if made is None or made is e:
+        simpler = watched(RULES[name], e)
+        if simpler is None or simpler is e:
             continue
-        found += 1
-        assert made.dtype is e.dtype, f"{to_infix(e)}  ->  {to_infix(made)}"
+        count += 1
+        assert simpler.dtype is e.dtype, f"{to_infix(e)}  ->  {to_infix(simpler)}"
         for env in ENVIRONMENTS:
-            before, after = evaluate((e, made), env)
-            assert same(before, after), f"{to_infix(e)}  ->  {to_infix(made)}"
-    assert found, f"no case of {name}"
+            before, after = evaluate((e, simpler), env)
+            assert same(before, after), f"{to_infix(e)}  ->  {to_infix(simpler)}"
+    assert count, f"no case of {name}"
 
 
 def test_each_result_of_a_rule_came_up():

@@ -111,9 +111,9 @@ OWN_NEGATIVE = [apply("mul", q, LEAST), apply("sub", apply("mul", q, LEAST), kv)
 
 @pytest.mark.parametrize("expr", OWN_NEGATIVE, ids=to_infix)
 def test_a_coefficient_that_is_its_own_negative(expr):
-    for whole in (apply("abs", expr), apply("eq", expr, 1), apply("ne", 2, expr)):
-        once = simplify(whole)
-        before, after = evaluate((whole, once), environment())
+    for outer in (apply("abs", expr), apply("eq", expr, 1), apply("ne", 2, expr)):
+        once = simplify(outer)
+        before, after = evaluate((outer, once), environment())
         assert simplify(once) is once and same(before, after)
 
 

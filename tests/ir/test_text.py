@@ -131,19 +131,19 @@ def test_unknown_variables_are_refused():
 
 def test_two_threads_that_make_one_node_have_one(monkeypatch):
     """The other makes it while this one does."""
-    new, others = expr_module._new, []
+    new, nodes = expr_module._new, []
 
     def slow(*args):
-        if not others:
-            others.append(None)
+        if not nodes:
+            nodes.append(None)
             with ThreadPoolExecutor(1) as pool:
-                others[0] = pool.submit(node, "add", parts, DType.FLOAT).result()
+                nodes[0] = pool.submit(node, "add", parts, DType.FLOAT).result()
         return new(*args)
 
     parts = SCORE, apply("mul", SCORE, 0.8125)
     monkeypatch.setattr(expr_module, "_new", slow)
-    assert node("add", parts, DType.FLOAT) is others[0]
-    assert node("add", parts, DType.FLOAT) is others[0]
+    assert node("add", parts, DType.FLOAT) is nodes[0]
+    assert node("add", parts, DType.FLOAT) is nodes[0]
 
 
 def test_nodes_are_immutable_and_shared():

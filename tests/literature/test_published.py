@@ -63,9 +63,9 @@ def test_forward_and_gradients(name, backend, dtype):
     torch.testing.assert_close(lse.double(), wanted_lse, **TOLERANCE[dtype])
 
     weight = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    found = torch.autograd.grad((out * weight.to(dtype)).sum(), [*inputs, *case.learned])
+    gradients = torch.autograd.grad((out * weight.to(dtype)).sum(), [*inputs, *case.learned])
     expected = torch.autograd.grad((wanted * weight).sum(), [*exact, *learned])
-    for part, a, b in zip(("query", "key", "value", *range(len(learned))), found, expected):
+    for part, a, b in zip(("query", "key", "value", *range(len(learned))), gradients, expected):
         torch.testing.assert_close(a.double(), b, **TOLERANCE[dtype], msg=lambda text, part=part: f"gradient of {part}: {text}")
 
 

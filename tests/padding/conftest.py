@@ -9,10 +9,10 @@ def padding_is_nan(monkeypatch):
     empty = operators._empty
 
     def filled(sizes, strides, like, alignment, smallest):
-        made = empty(sizes, strides, like, alignment, smallest)
-        if made.device.type != "meta" and made.dtype.is_floating_point and not hasattr(made, "fake_mode"):
-            extent = sum((size - 1) * stride for size, stride in zip(made.shape, made.stride())) + 1
-            made.as_strided((max(extent, 0),), (1,)).fill_(float("nan"))
-        return made
+        tensor = empty(sizes, strides, like, alignment, smallest)
+        if tensor.device.type != "meta" and tensor.dtype.is_floating_point and not hasattr(tensor, "fake_mode"):
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+            tensor.as_strided((max(extent, 0),), (1,)).fill_(float("nan"))
+        return tensor
 
     monkeypatch.setattr(operators, "_empty", filled)

@@ -34,11 +34,11 @@ def check_values(nodes):
     """That nodes describe their values as their mode of fake tensors does when it runs them."""
     for node in nodes:
         arguments, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        found = node.meta["val"]
-        assert isinstance(found, FakeTensor)
-        with found.fake_mode:
+        fake = node.meta["val"]
+        assert isinstance(fake, FakeTensor)
+        with fake.fake_mode:
             value = node.target(*arguments, **keywords)
-        described = [(x.shape, x.stride(), x.dtype, x.device) for x in (found, value)]
+        described = [(x.shape, x.stride(), x.dtype, x.device) for x in (fake, value)]
         assert described[0] == described[1], node.format_node()
 
 
@@ -65,10 +65,10 @@ class Recorder:
             "decompositions": select_decomp_table(),
         }
 
-    def partition(self, joint, inputs, **others):
+    def partition(self, joint, inputs, **options):
         self._grow(joint)
         note_outputs(joint.graph)
-        return min_cut_rematerialization_partition(joint, inputs, **others)
+        return min_cut_rematerialization_partition(joint, inputs, **options)
 
     def inference(self, graph, inputs):
         self._grow(graph)
@@ -96,18 +96,18 @@ class Recorder:
 
     def products(self) -> list[tuple[tuple[int, ...], ...]]:
         """Sizes and strides of the operands of every product, in the order of the graphs."""
-        found = []
+        layouts = []
         for graph in self.graphs:
             for node in graph.graph.nodes:
                 if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
                     operands = [arg.meta["val"] for arg in node.args[-2:]]
-                    found.append(tuple((tuple(x.shape), x.stride()) for x in operands))
-        return found
+                    layouts.append(tuple((tuple(x.shape), x.stride()) for x in operands))
+        return layouts
 
     def strides(self, operator: str) -> list[tuple[int, ...]]:
         """Of all results of `foci::operator`, in the order of the graphs."""
-        found = (node for graph in self.graphs for node in graph.graph.nodes if node.target is OPERATORS[operator])
-        return [tuple(node.meta["val"].stride()) for node in found]
+        nodes = (node for graph in self.graphs for node in graph.graph.nodes if node.target is OPERATORS[operator])
+        return [tuple(node.meta["val"].stride()) for node in nodes]
 
     def how(self) -> dict[str, str | None]:
         return {padding.tensor: padding.how for padding in self.paddings}

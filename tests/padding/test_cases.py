@@ -138,10 +138,10 @@ def test_values_of_new_nodes_are_those_of_fake_tensors(case):
         graph = traced(*make(*sizes)).graph
     before = set(graph.nodes)
     grow_dims(graph, H200)
-    made = [node for node in graph.nodes if node not in before]
-    assert len(made) > 10
-    assert all(node.meta["val"].fake_mode is mode for node in made)
-    check_values(made)
+    new_nodes = [node for node in graph.nodes if node not in before]
+    assert len(new_nodes) > 10
+    assert all(node.meta["val"].fake_mode is mode for node in new_nodes)
+    check_values(new_nodes)
 
 
 def test_each_operation_is_looked_at_once(monkeypatch):

@@ -19,9 +19,9 @@ def cut(function, *inputs, on=MACHINE):
     called = compiled(function, recorder)
     got = called(*inputs)
     with first_call_only(recorder), torch.no_grad():
-        for others in other_sizes(inputs):
-            want, tolerance = function(*others), 2e-2 if inputs[0].dtype.itemsize == 2 else 1e-3
-            torch.testing.assert_close(called(*others), want, rtol=tolerance, atol=10 * tolerance, equal_nan=True)
+        for other_inputs in other_sizes(inputs):
+            want, tolerance = function(*other_inputs), 2e-2 if inputs[0].dtype.itemsize == 2 else 1e-3
+            torch.testing.assert_close(called(*other_inputs), want, rtol=tolerance, atol=10 * tolerance, equal_nan=True)
     return got, recorder
 
 

@@ -19,8 +19,8 @@ def grown_with_nan(function, *inputs, tolerance):
     called = compiled(function, recorder)
     torch.testing.assert_close(called(*inputs), function(*inputs), equal_nan=True, **tolerance)
     with first_call_only(recorder):
-        for others in other_sizes(inputs):
-            torch.testing.assert_close(called(*others), function(*others), equal_nan=True, **tolerance)
+        for other_inputs in other_sizes(inputs):
+            torch.testing.assert_close(called(*other_inputs), function(*other_inputs), equal_nan=True, **tolerance)
     return recorder
 
 
@@ -89,8 +89,8 @@ def test_gradients_of_attention_with_infinite_and_missing_values():
 
     agree(inputs)
     assert bad_lengths(recorder) == []
-    for others in other_sizes(inputs):
-        agree(others)
+    for other_inputs in other_sizes(inputs):
+        agree(other_inputs)
 
 
 # PAD-02
@@ -143,7 +143,7 @@ def test_dropout_draws_what_it_would():
         torch.manual_seed(0)
         results.append([called(x, a, b)])
         with first_call_only(recorder):
-            results[-1] += [called(*others) for others in other_sizes((x, a, b))]
+            results[-1] += [called(*other_inputs) for other_inputs in other_sizes((x, a, b))]
     torch.testing.assert_close(*results)
     assert bad_lengths(recorder) == []
 

@@ -33,8 +33,8 @@ def no_caches():
 
 def allocations(code):
     """(sizes, strides) of every buffer."""
-    found = re.findall(r"empty_strided_\w+\(\((.*?)\), \((.*?)\), ", code)
-    return [tuple(tuple(int(n) for n in part.split(",") if n.strip()) for part in pair) for pair in found]
+    matches = re.findall(r"empty_strided_\w+\(\((.*?)\), \((.*?)\), ", code)
+    return [tuple(tuple(int(n) for n in part.split(",") if n.strip()) for part in pair) for pair in matches]
 
 
 def kernels(code):
@@ -59,8 +59,8 @@ def test_linear_and_cross_entropy_take_no_kernel_more_than_for_a_good_shape_but_
     for leaf, gradient in zip(leaves, expected):
         torch.testing.assert_close(leaf.grad, gradient, rtol=2e-3, atol=1e-5)
         assert leaf.grad.stride() == gradient.stride()
-    found = {sizes for code in (forward, backward) for sizes, _ in allocations(code) if sizes[-1:] in ((2047,), (2048,))}
-    assert found == {(256, 2048), (1, 2048), (2048,)}
+    buffer_sizes = {sizes for code in (forward, backward) for sizes, _ in allocations(code) if sizes[-1:] in ((2047,), (2048,))}
+    assert buffer_sizes == {(256, 2048), (1, 2048), (2048,)}
     assert "(2047, 64), (64, 1), 0)" in backward  # the weight's gradient, cut without a copy
     assert {padding.how for padding in log.paddings} == {"in place", "copied"}
 

@@ -22,8 +22,8 @@ def run_both(function, *inputs, recorder=None, fixed=(), **options):
     called = compiled(function, recorder, **options)
     agree(function, called, inputs)
     with first_call_only(recorder):
-        for others in other_sizes(inputs, fixed):
-            agree(function, called, others)
+        for other_inputs in other_sizes(inputs, fixed):
+            agree(function, called, other_inputs)
     return recorder
 
 
@@ -152,8 +152,8 @@ def test_every_product_of_both_passes_reads_and_writes_padded_rows():
         weights = torch.softmax((x @ w).view(4, 32, len(v)) * 0.5, -1)
         return torch.cat([weights, weights.tanh()], 1).view(-1, len(v)) @ v
 
-    given = [torch.randn(*sizes, requires_grad=True) for sizes in ((128, 64), (64, 2047), (2047, 32))]
-    recorder = run_both(chain, *given, fixed={128})
+    inputs = [torch.randn(*sizes, requires_grad=True) for sizes in ((128, 64), (64, 2047), (2047, 32))]
+    recorder = run_both(chain, *inputs, fixed={128})
     of_products = [aten.mm.default, OPERATORS["padded_mm"]]
     per_pass = [[node for node in graph.graph.nodes if node.target in of_products] for graph in recorder.graphs]
     assert [len(products) for products in per_pass] == [2, 4]
@@ -167,16 +167,16 @@ def test_every_product_of_both_passes_reads_and_writes_padded_rows():
 
 # PAD-03
 def test_the_gradient_of_a_concatenation_is_cut_from_padded_rows():
-    given = [torch.randn(*sizes, requires_grad=True) for sizes in ((64, 1000), (64, 1047), (2047, 64))]
-    recorder = run_both(lambda a, b, w: torch.cat([a.sin(), b.cos()], 1) @ w, *given, fixed={1000})
+    inputs = [torch.randn(*sizes, requires_grad=True) for sizes in ((64, 1000), (64, 1047), (2047, 64))]
+    recorder = run_both(lambda a, b, w: torch.cat([a.sin(), b.cos()], 1) @ w, *inputs, fixed={1000})
     assert recorder.strides("padded_cat") == [(2048, 1)]
     assert recorder.strides("padded_mm") == [(2048, 1)]
 
 
 # PAD-03
 def test_the_gradient_behind_a_view_has_padded_rows():
-    given = torch.randn(4, 32, 2046, requires_grad=True), torch.randn(2046, 64, requires_grad=True)
-    recorder = run_both(lambda x, w: torch.relu(x).view(128, -1) @ w, *given)
+    inputs = torch.randn(4, 32, 2046, requires_grad=True), torch.randn(2046, 64, requires_grad=True)
+    recorder = run_both(lambda x, w: torch.relu(x).view(128, -1) @ w, *inputs)
     assert recorder.strides("padded") == [(32 * 2048, 2048, 1)]
     assert recorder.strides("padded_mm") == [(2048, 1)]
 
@@ -247,13 +247,13 @@ def test_frozen_weights_are_padded_once():
 
     from foci.padding import pad
 
-    given = torch.randn(32, 2048)[:, :2047]
-    FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(given)
-    expected = module(given)[0]
+    activation = torch.randn(32, 2048)[:, :2047]
+    FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(activation)
+    expected = module(activation)[0]
     done = pad(module, (), machine())
     assert [(p.tensor, p.how) for p in done.paddings] == [("weight", "copied once")]
     assert done.graph_module.weight_padded.stride() == (2048, 1)
-    torch.testing.assert_close(done.graph_module(given)[0], expected)
+    torch.testing.assert_close(done.graph_module(activation)[0], expected)
     assert all(node.target is not OPERATORS["padded"] for node in done.graph_module.graph.nodes)
 
 
@@ -263,16 +263,16 @@ READ_TWICE = {"pointwise": lambda x: torch.relu(x), "cat": lambda x: torch.cat([
 
 # PAD-03
 @pytest.mark.parametrize("grow", [False, True])
-@pytest.mark.parametrize("made", READ_TWICE)
-def test_inputs_of_convolutions_keep_their_strides(made, grow):
+@pytest.mark.parametrize("kind", READ_TWICE)
+def test_inputs_of_convolutions_keep_their_strides(kind, grow):
     def both(x, kernel, w):
-        read = READ_TWICE[made](x)
+        read = READ_TWICE[kind](x)
         return F.conv2d(read, kernel), read @ w
 
     x, w = torch.randn(1, 4, 5, 1025, requires_grad=True), torch.randn(1025, 16, requires_grad=True)
-    kernel = torch.randn(2, READ_TWICE[made](x).shape[1], 3, 3, requires_grad=True)
+    kernel = torch.randn(2, READ_TWICE[kind](x).shape[1], 3, 3, requires_grad=True)
     recorder = run_both(both, x, kernel, w, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow))
-    given = [
+    strided_inputs = [
         (node.name, operand.name, value.shape, value.stride())
         for graph in recorder.graphs
         for node in graph.graph.nodes
@@ -280,9 +280,9 @@ def test_inputs_of_convolutions_keep_their_strides(made, grow):
         for operand in node.all_input_nodes
         if (value := fake_value(operand)) is not None and not value.is_contiguous()
     ]
-    assert given == []
-    if not grow and made != "input":
-        refused = {padding.reason for padding in recorder.paddings if padding.sizes == tuple(READ_TWICE[made](x).shape)}
+    assert strided_inputs == []
+    if not grow and kind != "input":
+        refused = {padding.reason for padding in recorder.paddings if padding.sizes == tuple(READ_TWICE[kind](x).shape)}
         assert "convolution would copy it" in refused
     else:
         assert any(padding.how for padding in recorder.paddings)
@@ -306,16 +306,16 @@ LOOKS: list[tuple[int, ...]] = []
 # PAD-03
 @pytest.mark.parametrize("grow", [False, True])
 @pytest.mark.parametrize(
-    "made", [lambda a, b: a @ b, lambda a, b: (a[:, :1] + b[0]).sin(), lambda a, b: torch.cat([b, b], 0)], ids=["product", "loop", "cat"]
+    "produce", [lambda a, b: a @ b, lambda a, b: (a[:, :1] + b[0]).sin(), lambda a, b: torch.cat([b, b], 0)], ids=["product", "loop", "cat"]
 )
-def test_an_operation_of_the_user_sees_the_strides_that_it_would(made, grow):
+def test_an_operation_of_the_user_sees_the_strides_that_it_would(produce, grow):
     def both(a, b, w):
-        read = made(a, b)
+        read = produce(a, b)
         return looked_at(read), read @ w
 
     LOOKS.clear()
-    given = torch.randn(128, 64), torch.randn(64, 2047), torch.randn(2047, 32)
-    recorder = run_both(both, *given, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow))
+    inputs = torch.randn(128, 64), torch.randn(64, 2047), torch.randn(2047, 32)
+    recorder = run_both(both, *inputs, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow))
     assert [(n, 1) for n in (2047, 2049, 2053) for _ in range(2)] == LOOKS
     assert any(padding.how for padding in recorder.paddings)
 
@@ -329,8 +329,8 @@ def test_views_that_the_user_sees_of_what_products_pad(grow, trained):
         weights = logits.softmax(-1)
         return logits[:, 3:1000], logits.t(), weights.detach(), weights.view(4, 16, len(v)), weights @ v
 
-    given = [torch.randn(*sizes, requires_grad=trained) for sizes in ((64, 48), (48, 2047), (2047, 32))]
-    recorder = run_both(views, *given, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow), fixed={64})
+    inputs = [torch.randn(*sizes, requires_grad=trained) for sizes in ((64, 48), (48, 2047), (2047, 32))]
+    recorder = run_both(views, *inputs, recorder=Recorder(machine(odd=3.0, bandwidth=1e16) if grow else None, grow=grow), fixed={64})
     assert any(padding.how for padding in recorder.paddings)
 
 

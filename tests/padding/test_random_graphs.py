@@ -23,8 +23,8 @@ class Program:
         stack = list(matrices)
         for name, first, second in self.steps:
             a, b = stack[first % len(stack)], stack[second % len(stack)]
-            made = STEPS[name](a, b)
-            stack.append(made if max(made.shape) < 2200 else made[:1027, :1027])
+            result = STEPS[name](a, b)
+            stack.append(result if max(result.shape) < 2200 else result[:1027, :1027])
         return tuple(stack[-1 - index % len(stack)] for index in self.returned)
 
 
@@ -45,9 +45,9 @@ def _cat(a, b):
 
 
 def _in_place(a, b):
-    made = a * 0.5
-    made[:, 1:].add_(a[:, :-1])
-    return made.mul_(2)
+    product = a * 0.5
+    product[:, 1:].add_(a[:, :-1])
+    return product.mul_(2)
 
 
 def _slice(a, b):

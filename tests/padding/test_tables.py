@@ -47,29 +47,29 @@ def test_what_was_tuned_is_found(tmp_path, monkeypatch):
     extend(table("a device"))
     find_table.cache_clear()
     try:
-        found = find_table("a device", "elsewhere")
-        assert found is not None
-        assert same(found, table("a device"))
-        assert find_table("a device", "elsewhere") is found
+        timings = find_table("a device", "elsewhere")
+        assert timings is not None
+        assert same(timings, table("a device"))
+        assert find_table("a device", "elsewhere") is timings
     finally:
         find_table.cache_clear()
 
 
 def test_an_unknown_device_goes_by_its_family():
-    found = find_table("NVIDIA H100 80GB HBM3", "sm_90")
-    assert found is not None
-    assert found.device == "NVIDIA H200"
+    timings = find_table("NVIDIA H100 80GB HBM3", "sm_90")
+    assert timings is not None
+    assert timings.device == "NVIDIA H200"
     assert find_table("a device", "unheard of") is None
 
 
 def test_tuning_measures_every_role():
-    found = tune(torch.device("cpu"), ("float32",), shapes=TINY, repeats=2)
-    assert {(row.role, row.alignment, row.shape) for row in found.rows} == {
+    timings = tune(torch.device("cpu"), ("float32",), shapes=TINY, repeats=2)
+    assert {(row.role, row.alignment, row.shape) for row in timings.rows} == {
         (role, a, shape) for role in ROLES for a in (4, 8) for shape in TINY
     }
-    assert all(min(row.aligned, row.padded, row.misaligned) > 0 for row in found.rows)
-    assert found.bandwidth > 0
-    assert found.device.startswith("cpu")
+    assert all(min(row.aligned, row.padded, row.misaligned) > 0 for row in timings.rows)
+    assert timings.bandwidth > 0
+    assert timings.device.startswith("cpu")
 
 
 def test_the_command(tmp_path, monkeypatch):
@@ -108,10 +108,10 @@ def test_h200():
 
 
 def test_the_machine_at_hand():
-    found = describe_machine(torch.device("cpu"))
-    assert found.name.startswith("cpu")
-    assert found.kind(torch.float32) == "float32"
-    assert found.kind(torch.int8) is None
+    description = describe_machine(torch.device("cpu"))
+    assert description.name.startswith("cpu")
+    assert description.kind(torch.float32) == "float32"
+    assert description.kind(torch.int8) is None
 
 
 @pytest.mark.parametrize("kind", [options.SizesPass, options.StridesPass])

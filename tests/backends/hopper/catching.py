@@ -39,10 +39,12 @@ def gradients_with(does, asked, operands, results, cotangents, sums=None, *, few
     """Gradients of a problem that the kernel takes, where `does`, given its arguments by name, stands in for it. `sums`: other than the
     schedule has. `few`: the kernel of few queries."""
     kernel = build_kernel(Plan("hopper", asked, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))), own_backward=True)
-    own = kernel.backward_pass
-    assert (own.short_q is not None) == few
-    assert own.fused is not None
-    own.fused = replace(own.fused, sums=sums or own.fused.sums, goes_round=own.fused.goes_round and sums is None)
+    backward_pass = kernel.backward_pass
+    assert (backward_pass.short_q is not None) == few
+    assert backward_pass.fused is not None
+    backward_pass.fused = replace(
+        backward_pass.fused, sums=sums or backward_pass.fused.sums, goes_round=backward_pass.fused.goes_round and sums is None
+    )
     name = "attention_few_gradients" if few else "attention_gradients"
     with mock.patch.object(backward, name, _Instead(getattr(backward, name), does)):
         return kernel.backward(operands, results, cotangents)

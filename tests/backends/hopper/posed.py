@@ -68,9 +68,9 @@ def exact(asked, operands, dout=None):
     return results if dout is None else kernel.backward(operands, results, Cotangents(dout.double()))
 
 
-def assert_exact(found, asked, operands, dout):
+def assert_exact(actual, asked, operands, dout):
     """Gradients of query, key and value are those of float64, but for rounding."""
     right = exact(asked, operands, dout)
     for part in ("query", "key", "value"):
-        a, b = getattr(found, part).double(), getattr(right, part)
+        a, b = getattr(actual, part).double(), getattr(right, part)
         assert (a - b).norm() <= 8e-3 * b.norm() + 1e-6, part

@@ -119,7 +119,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     case = CASES[name]
-    found = stand_in(LAUNCHED, 90)
+    kernels = stand_in(LAUNCHED, 90)
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(backward, "count_sms", lambda device: case.get("processors", 132))
     if case.get("shares"):
@@ -132,8 +132,8 @@ def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     wanted |= {"attention_few_gradients"} if case.get("few") else set()
     wanted |= {"reduce_dq_partials"} if case.get("shares") else set()
     wanted |= {"assign_tasks"} if case.get("jagged") else set()
-    assert wanted <= {one.name for one in found}
-    for one in found:
+    assert wanted <= {one.name for one in kernels}
+    for one in kernels:
         assert one.shared <= find(90).shared_bytes, one.name
         if one.name in GRADIENTS:
             assert "wgmma.mma_async" in one.ptx, one.name
@@ -197,11 +197,11 @@ def test_one_kernel_where_it_is_ahead_and_triton_can_add_by_tma(case, one, monke
 )
 @pytest.mark.parametrize("spare", [0, -1])
 def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, monkeypatch):
-    found = []
+    launches = []
 
     class Noting(Noted):
         def __getitem__(self, grid):
-            return lambda *args, **options: found.append((grid, dict(zip(self.signature.parameters, args, strict=True)), options))
+            return lambda *args, **options: launches.append((grid, dict(zip(self.signature.parameters, args, strict=True)), options))
 
     for module in LAUNCHED:
         for name in LAUNCHED[module]:
@@ -211,7 +211,7 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     gradients, operands, out = posed(case)
     gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
-    ((grid, args, options),) = found
+    ((grid, args, options),) = launches
     goes_round = programs is not None and spare == 0
     assert programs is None or grid == (programs + spare,)
     assert (args["c"].ROUND.value, options["launch_cooperative_grid"]) == (goes_round, goes_round)
@@ -222,18 +222,18 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
 
 
 def test_tiles_go_round_where_none_are_in_each_others_way():
-    for given, expected in (
+    for changes, expected in (
         ({}, True),
         # one tile of keys; fewer tiles of queries than of keys; more than the second cache holds
         ({"kv_len": 128}, False),
         ({"kv_len": 2048}, False),
         ({"q_len": 1 << 14}, False),
     ):
-        asked = replace(posed({})[0].builder.problem, **given)
-        found = backward_schedules.fused_schedule(asked)
-        assert found.goes_round == expected
-        placed = backward_schedules.place_schedule(found, 132, 132)
-        assert (placed.goes_round, placed.sums) == (expected, 1 if expected else found.sums)
+        asked = replace(posed({})[0].builder.problem, **changes)
+        schedule = backward_schedules.fused_schedule(asked)
+        assert schedule.goes_round == expected
+        placed = backward_schedules.place_schedule(schedule, 132, 132)
+        assert (placed.goes_round, placed.sums) == (expected, 1 if expected else schedule.sums)
 
 
 class Noted:
@@ -280,8 +280,8 @@ def test_gradients_of_scores_are_kept_of_some_heads_at_a_time(kv_heads, kept, ch
     group = 4 // kv_heads
     by_key = [("attention_key_gradient", 4 * (2 * kv_heads if chunk is None else chunk[1]), chunk) for chunk in chunks]
     expected = [one for chunk in by_key for one in (chunk, _dq(chunk[2], group))]
-    found = [one for one in notes if one[0] != "begin_gradients"]
-    assert sorted(found) == sorted(expected) if chunks == [None] else found == expected
+    launches = [one for one in notes if one[0] != "begin_gradients"]
+    assert sorted(launches) == sorted(expected) if chunks == [None] else launches == expected
 
 
 def _dq(chunk, group):

@@ -263,18 +263,18 @@ def test_programs_that_all_run_at_once_do_so_beside_others_and_in_a_graph(name):
     dout = torch.randn_like(results.out)
     first = kernel.backward(operands, results, Cotangents(dout))
     torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in range(3)], []
+    streams, runs = [torch.cuda.Stream() for _ in range(3)], []
     for _ in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(kernel.backward(operands, results, Cotangents(dout)))
+                runs.append(kernel.backward(operands, results, Cotangents(dout)))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found.append(kernel.backward(operands, results, Cotangents(dout)))
+        runs.append(kernel.backward(operands, results, Cotangents(dout)))
     graph.replay()
     graph.replay()
-    for again in found:
+    for again in runs:
         for part in ("query", "key", "value"):
             assert torch.equal(getattr(first, part), getattr(again, part)), part
 
@@ -294,19 +294,19 @@ def test_heads_whose_gradients_of_scores_are_kept_come_in_chunks(name, monkeypat
         # what is kept lies where this lay
         nans = [torch.full((1 << 22,), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(8)]
         del nans
-        found = kernel.backward(operands, results, Cotangents(dout))
-        first = first or found
+        gradients = kernel.backward(operands, results, Cotangents(dout))
+        first = first or gradients
         for part in ("query", "key", "value"):
-            a, b = getattr(found, part), getattr(right, part)
+            a, b = getattr(gradients, part), getattr(right, part)
             assert (a.double() - b).norm() <= 8e-3 * b.norm() + 1e-6, part
             assert torch.equal(a, getattr(first, part)), part
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernel.backward(operands, results, Cotangents(dout))
+        gradients = kernel.backward(operands, results, Cotangents(dout))
     graph.replay()
     graph.replay()
     for part in ("query", "key", "value"):
-        assert torch.equal(getattr(found, part), getattr(first, part)), part
+        assert torch.equal(getattr(gradients, part), getattr(first, part)), part
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -320,11 +320,11 @@ def test_calls_of_one_formula_with_other_heads_and_lengths(mask, dim):
             weights = torch.randn_like(q)
             with foci.use("hopper"):
                 out = foci.attention(q, k, v, mask=mask)
-                found = torch.autograd.grad(out, (q, k, v), weights)
+                gradients = torch.autograd.grad(out, (q, k, v), weights)
             wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
             with foci.use("reference"):
                 right = torch.autograd.grad(foci.attention(*wide, mask=mask), wide, weights.double())
-            for part, a, b in zip(("query", "key", "value"), found, right, strict=True):
+            for part, a, b in zip(("query", "key", "value"), gradients, right, strict=True):
                 assert (a.double() - b).norm() <= 8e-3 * b.norm() + 1e-6, (part, length, heads, kv_heads)
 
 
@@ -337,13 +337,13 @@ def test_dropout_and_none_by_turns_under_one_mask(first):
     q, k, v = (torch.randn(2, 16, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     weights = torch.randn_like(q)
     for dropout_p in (first, 0.5 - first) * 2:
-        made = []
+        runs = []
         for backend in ("hopper", "triton"):  # which drop the same
             torch.manual_seed(1)
             with foci.use(backend):
                 out = foci.attention(q, k, v, mask=mask, dropout_p=dropout_p)
-                made.append((out, *torch.autograd.grad(out, (q, k, v), weights)))
-        for part, a, b in zip(("out", "query", "key", "value"), *made, strict=True):
+                runs.append((out, *torch.autograd.grad(out, (q, k, v), weights)))
+        for part, a, b in zip(("out", "query", "key", "value"), *runs, strict=True):
             assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm(), (part, dropout_p)
 
 
@@ -372,9 +372,9 @@ def test_only_what_requires_grad_is_computed(grads):
     kernel = kernel_of("hopper", asked)
     results = kernel.forward(operands)
     dout = torch.randn_like(results.out)
-    found, right = kernel.backward(operands, results, Cotangents(dout)), exact(asked, operands, dout)
+    gradients, right = kernel.backward(operands, results, Cotangents(dout)), exact(asked, operands, dout)
     for on, part in zip(grads, ("query", "key", "value"), strict=True):
-        a, b = getattr(found, part), getattr(right, part)
+        a, b = getattr(gradients, part), getattr(right, part)
         assert (a is not None) == on
         if on:
             assert (a.double() - b).norm() <= 8e-3 * b.norm()
@@ -385,8 +385,8 @@ def test_a_cotangent_of_one_number_spread_over_a_tensor():
     kernel = kernel_of("hopper", asked)
     results = kernel.forward(operands)
     dout = torch.ones((), device="cuda", dtype=results.out.dtype).expand(results.out.shape)
-    found, right = kernel.backward(operands, results, Cotangents(dout)), exact(asked, operands, dout)
-    assert (found.value.double() - right.value).norm() <= 8e-3 * right.value.norm()
+    gradients, right = kernel.backward(operands, results, Cotangents(dout)), exact(asked, operands, dout)
+    assert (gradients.value.double() - right.value).norm() <= 8e-3 * right.value.norm()
 
 
 @pytest.mark.parametrize("name", ["plain", "causal, D 64", "grouped heads, causal", "D 192", "dropout, D 64", "D 64, Dv 128"])

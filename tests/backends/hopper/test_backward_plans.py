@@ -38,8 +38,8 @@ def test_the_backward_is_that_of_the_faster_backend():
     window, document = ({**KINDS[kind], "layout": Layout.JAGGED} for kind in ("window", "document"))
     shared = {**KINDS["score"], **NARROW, "q_heads": 32, "kv_heads": 8}
     cases = ({}, NARROW, KINDS["window"], window, document, {**KINDS["score"], **NARROW}, shared)
-    found = [passes(problem(**given, **TRAINED))[1] for given in cases]
-    assert found == ["HopperBackward"] * 4 + ["PortableBackward", "HopperBackward", "PortableBackward"]
+    names = [passes(problem(**case, **TRAINED))[1] for case in cases]
+    assert names == ["HopperBackward"] * 4 + ["PortableBackward", "HopperBackward", "PortableBackward"]
 
 
 def test_a_forward_without_gradients_has_no_backward_of_its_own():
@@ -48,13 +48,13 @@ def test_a_forward_without_gradients_has_no_backward_of_its_own():
 
 def test_a_backward_that_makes_tables_is_not_precompiled():
     window = problem(**KINDS["window"], **TRAINED)
-    for own in (True, False):
-        assert built(window, own_backward=own).backward_pass.only_launches != own
+    for own_backward in (True, False):
+        assert built(window, own_backward=own_backward).backward_pass.only_launches != own_backward
     assert built(problem(**TRAINED)).backward_pass.only_launches
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("changes", "expected"),
     [
         ({"q_len": 512, "kv_len": 512, **NARROW}, (1, 132)),
         ({"q_len": 512, **NARROW}, (2, 66)),
@@ -84,16 +84,16 @@ def test_a_backward_that_makes_tables_is_not_precompiled():
     ],
     ids=str,
 )
-def test_as_many_heads_add_up_dq_together_as_have_room(given, expected):
-    found = fused_schedule(problem(**TRAINED, **given))
-    assert (found.sums, found.heads_together) == expected
+def test_as_many_heads_add_up_dq_together_as_have_room(changes, expected):
+    schedule = fused_schedule(problem(**TRAINED, **changes))
+    assert (schedule.sums, schedule.heads_together) == expected
 
 
 FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
 
 
 @pytest.mark.parametrize(
-    ("given", "is_few"),
+    ("changes", "is_few"),
     [
         ({}, True),
         (NARROW, True),
@@ -119,8 +119,8 @@ FEW = {"batch": 8, "q_len": 128, "kv_len": 1024}
     ],
     ids=str,
 )
-def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few):
-    asked = problem(**{**TRAINED, **FEW, **given})
+def test_a_program_takes_all_queries_of_a_head_where_they_are_few(changes, is_few):
+    asked = problem(**{**TRAINED, **FEW, **changes})
     assert (short_q_schedule(asked) is not None) == is_few
     assert ("each program taking all queries of a head" in BACKEND.note(asked, H200)) == is_few
     if is_few:
@@ -130,10 +130,10 @@ def test_a_program_takes_all_queries_of_a_head_where_they_are_few(given, is_few)
 
 @pytest.mark.parametrize("heads", [1, 64])
 def test_a_backward_taken_from_triton_costs_what_it_costs_there(heads):
-    given = {**KINDS["pair"], "batch": 1, "q_heads": heads, "kv_heads": heads, "q_len": 1024, "kv_len": 1024}
-    costs = [[one.cost(problem(**given, **more), H200) for more in ({}, TRAINED)] for one in (BACKEND, TRITON)]
-    own, other = (trained - plain for plain, trained in costs)
-    assert own == pytest.approx(other)
+    options = {**KINDS["pair"], "batch": 1, "q_heads": heads, "kv_heads": heads, "q_len": 1024, "kv_len": 1024}
+    costs = [[one.cost(problem(**options, **more), H200) for more in ({}, TRAINED)] for one in (BACKEND, TRITON)]
+    ours, other = (trained - plain for plain, trained in costs)
+    assert ours == pytest.approx(other)
 
 
 def test_dropout_of_few_queries_is_the_other_kernels():

@@ -63,12 +63,12 @@ def values(exprs, bound, q, k):
 @pytest.mark.parametrize("name", BOUNDED)
 def test_bounds_keep_what_the_mask_keeps(name):
     bound = bind(None, BOUNDED[name], torch.device("cpu"))
-    found = find_bounds(bound.variant.mask)
-    assert found is not None
+    interval = find_bounds(bound.variant.mask)
+    assert interval is not None
     q, k = torch.arange(31)[:, None], torch.arange(37)
-    keep, low, high = values((bound.variant.mask, found.low, found.high), bound, q, k)
+    keep, low, high = values((bound.variant.mask, interval.low, interval.high), bound, q, k)
     assert torch.equal(((low <= k) & (k <= high)).expand(31, 37), keep.expand(31, 37))
-    assert found.is_low or (low == 0).all()
+    assert interval.is_low or (low == 0).all()
     assert (low >= 0).all()
     assert (high < 37).all()
 
@@ -80,11 +80,11 @@ def test_a_mask_within_bounds_is_the_mask(name, side):
     mask = bound.variant.mask
     q, k = torch.arange(31)[:, None], torch.arange(37)
     for is_inside in (True, False):
-        found = as_comparisons(mask, side, is_inside=is_inside)
-        if found is None:
+        comparisons = as_comparisons(mask, side, is_inside=is_inside)
+        if comparisons is None:
             assert side == "q_idx"
             continue
-        keep, same = values((mask, found), bound, q, k)
+        keep, same = values((mask, comparisons), bound, q, k)
         assert torch.equal(torch.as_tensor(same).expand(31, 37), keep.expand(31, 37))
     beyond = as_comparisons(mask, "kv_idx")
     assert beyond is not None

@@ -40,8 +40,8 @@ def test_the_forward_drops_what_it_should(dim, p):
     for start in range(0, 600, dim):
         value = shifted(600, dim, start).expand(operands.value.shape).contiguous()
         out = kernel.forward(replace(operands, value=value)).out
-        found = out[..., : 600 - start] > 0
-        assert torch.equal(found, right[..., start : start + dim])
+        keep_mask = out[..., : 600 - start] > 0
+        assert torch.equal(keep_mask, right[..., start : start + dim])
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -54,5 +54,5 @@ def test_the_single_kernel_of_the_backward_drops_the_same(dim, p):
     results = kernel.forward(operands)
     for start in range(0, 600, dim):
         dout = shifted(600, dim, start).expand(results.out.shape).contiguous()
-        found = kernel.backward(operands, results, Cotangents(dout)).value[..., : 600 - start] > 0
-        assert torch.equal(found.transpose(-1, -2), right[..., start : start + dim, :])
+        keep_mask = kernel.backward(operands, results, Cotangents(dout)).value[..., : 600 - start] > 0
+        assert torch.equal(keep_mask.transpose(-1, -2), right[..., start : start + dim, :])

@@ -31,29 +31,29 @@ class Warp:
         operation, *parts = name.split(".")
         kind = next((part for part in reversed(parts) if part in ("f32", "s32", "b32")), None)
         if operation == "vote":
-            found = np.full(32, self.values[args[1]].any())
+            result = np.full(32, self.values[args[1]].any())
         elif operation == "shfl":
-            found = self.bits(args[1])[LANES ^ int(args[2])]
+            result = self.bits(args[1])[LANES ^ int(args[2])]
         elif operation == "selp":
-            found = np.where(self.values[args[3]], self.bits(args[1]), self.bits(args[2]))
+            result = np.where(self.values[args[3]], self.bits(args[1]), self.bits(args[2]))
         else:
             with np.errstate(all="ignore"):
-                found = self.compute(operation, parts, [self.read(arg, kind) for arg in args[1:3]], args, kind)
-        self.values[args[0]] = found if found.dtype == bool else found.view(np.uint32)
+                result = self.compute(operation, parts, [self.read(arg, kind) for arg in args[1:3]], args, kind)
+        self.values[args[0]] = result if result.dtype == bool else result.view(np.uint32)
 
-    def compute(self, operation, parts, given, args, kind):
+    def compute(self, operation, parts, values, args, kind):
         if operation == "setp":
-            found = {"ge": np.greater_equal, "gt": np.greater, "eq": np.equal}[parts[0]](*given)
-            return found | self.values[args[3]] if "or" in parts else found
+            result = {"ge": np.greater_equal, "gt": np.greater, "eq": np.equal}[parts[0]](*values)
+            return result | self.values[args[3]] if "or" in parts else result
         if operation == "fma":
-            return (np.float64(given[0]) * np.float64(given[1]) + np.float64(self.read(args[3], kind))).astype(np.float32)
+            return (np.float64(values[0]) * np.float64(values[1]) + np.float64(self.read(args[3], kind))).astype(np.float32)
         one = {
             "mov": lambda x: x.copy(), "neg": np.negative, "abs": np.abs, "rcp": np.reciprocal, "ex2": np.exp2,
         }  # fmt: skip
         if operation in one:
-            return one[operation](given[0])
+            return one[operation](values[0])
         two = {"max": np.fmax if kind == "f32" else np.maximum, "mul": np.multiply, "and": np.bitwise_and, "add": np.add}
-        return two[operation](*given)
+        return two[operation](*values)
 
     def run(self, text):
         text = re.sub(r"^{ (\.reg[^;]*; )*|done: }$", "", text)
@@ -162,6 +162,6 @@ def test_a_row_is_raised_or_not_whatever_the_other_rows_are():
     alone = folded(tiles)
     among = tiles.copy()
     among[:, 5] += np.linspace(0, 3000, 8, dtype=np.float32)[:, None]
-    others = np.arange(16) != 5
+    other_rows = np.arange(16) != 5
     for one, other in zip(alone[:3], folded(among)[:3], strict=True):
-        np.testing.assert_array_equal(one[others], other[others])
+        np.testing.assert_array_equal(one[other_rows], other[other_rows])

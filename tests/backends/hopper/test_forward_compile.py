@@ -102,11 +102,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
     case = dict(CASES[name])
-    found = stand_in(LAUNCHED, 90)
+    kernels = stand_in(LAUNCHED, 90)
     launch(case)
-    for one in found:
+    for one in kernels:
         assert one.shared <= find(90).shared_bytes, one.name
-    forward = next(one for one in found if one.name == "attention_forward")
+    forward = next(one for one in kernels if one.name == "attention_forward")
     assert forward.ptx.count("wgmma.mma_async") >= 12
     assert "cp.async.bulk.tensor" in forward.ptx
     assert "setmaxnreg" in forward.ptx
@@ -135,9 +135,9 @@ def test_forward_compiles_to_warpgroup_products_within_bounds(name, stand_in):
     ],
 )
 def test_two_programs_of_short_problems_fit_a_multiprocessor(case, stand_in):
-    found = stand_in(LAUNCHED, 90)
+    kernels = stand_in(LAUNCHED, 90)
     launch(case)
-    forward = next(one for one in found if one.name == "attention_forward")
+    forward = next(one for one in kernels if one.name == "attention_forward")
     # 228 KB, of which 1 is taken for each program
     assert 2 * (forward.shared + 1024) <= 228 * 1024
     assert int(re.search(r"\.maxnreg (\d+)", forward.ptx).group(1)) * 3 * 128 * 2 <= 65536
@@ -152,9 +152,9 @@ def test_two_programs_of_short_problems_fit_a_multiprocessor(case, stand_in):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [LONGER, LONGER | {"row_max": True}, {"dim": 96}, {"dim": 256, "mask": masks.causal()}])
 def test_warps_ask_whether_a_row_is_to_be_raised_by_three_scores_at_a_time(case, stand_in):
-    found = stand_in(LAUNCHED, 90)
+    kernels = stand_in(LAUNCHED, 90)
     launch(case)
-    forward = next(one for one in found if one.name == "attention_forward")
+    forward = next(one for one in kernels if one.name == "attention_forward")
     assert "vote.sync.any" in forward.ptx
     assert "max.s32" in forward.ptx
     # what it leaves is written before all is read, so no register may be shared
@@ -165,9 +165,9 @@ def test_warps_ask_whether_a_row_is_to_be_raised_by_three_scores_at_a_time(case,
 
 @pytest.mark.slow
 def test_warps_free_tiles_of_wide_heads_each_by_itself(stand_in):
-    found = stand_in(LAUNCHED, 90)
+    kernels = stand_in(LAUNCHED, 90)
     launch({"mask": masks.causal(), "dim": 256})
-    ptx = next(one for one in found if one.name == "attention_forward").ptx
+    ptx = next(one for one in kernels if one.name == "attention_forward").ptx
     assert ptx.count("bar.arrive") >= 4
     assert "mbarrier.arrive.shared" not in ptx
 
@@ -175,11 +175,11 @@ def test_warps_free_tiles_of_wide_heads_each_by_itself(stand_in):
 @pytest.mark.slow
 def test_masks_of_any_kind_are_read_as_bits(stand_in):
     """The loop over partial tiles reads two words a thread, and not what the mask reads for each pair."""
-    found = stand_in(LAUNCHED, 90)
+    kernels = stand_in(LAUNCHED, 90)
     owners = torch.arange(2048) // 90
     launch({"mask": foci.Mask(lambda b, h, q, k: owners[q] == owners[k])})
-    assert [one.name for one in found].count("pack_masks") == 1
-    forward = next(one for one in found if one.name == "attention_forward")
+    assert [one.name for one in kernels].count("pack_masks") == 1
+    forward = next(one for one in kernels if one.name == "attention_forward")
     if forward.sass:
         assert forward.sass.count("LDG") < 40
 
@@ -236,8 +236,8 @@ def test_without_the_callers_context_consumers_functions_are_read_one_by_one(sta
     read, inner = [], CodeGenerator.visit_FunctionDef
     monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", lambda self, node: (read.append(node.name), inner(self, node))[1])
     monkeypatch.setattr(gluon_compat, "CallerContext", None)
-    found = stand_in(LAUNCHED, 90, is_read_only=True)
+    kernels = stand_in(LAUNCHED, 90, is_read_only=True)
     launch({"dim": 64, "length": 4096})
     assert read.count("consume") > 1
-    (one,) = (one for one in found if one.name == "attention_forward")
+    (one,) = (one for one in kernels if one.name == "attention_forward")
     assert "ttg.warp_specialize" in one.ir

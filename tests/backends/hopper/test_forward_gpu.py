@@ -19,12 +19,12 @@ pytestmark = [
 ]
 
 
-def check(found, wanted):
+def check(actual, wanted):
     there = wanted.lse.isfinite()
-    assert ((found.out.double() - wanted.out).norm() / wanted.out.norm()).item() < 6e-3
-    assert torch.equal(found.lse.isfinite(), there)
-    assert (found.lse.double() - wanted.lse)[there].abs().max().item() < 2e-3
-    assert (found.row_max.double() - wanted.row_max)[there].abs().max().item() < 1e-2
+    assert ((actual.out.double() - wanted.out).norm() / wanted.out.norm()).item() < 6e-3
+    assert torch.equal(actual.lse.isfinite(), there)
+    assert (actual.lse.double() - wanted.lse)[there].abs().max().item() < 2e-3
+    assert (actual.row_max.double() - wanted.row_max)[there].abs().max().item() < 1e-2
 
 
 DOCUMENTS = torch.arange(1000) // 70
@@ -57,8 +57,8 @@ CASES = {
 def schedule_named(name):
     """One of the backend's own; "placed" are its tasks where they are not asked for."""
     name, _, how = name.partition(" ")
-    found = getattr(schedules, name)
-    return replace(found, static=True) if how else found
+    schedule = getattr(schedules, name)
+    return replace(schedule, static=True) if how else schedule
 
 
 def check_repeats(kernel, operands, first, times):
@@ -101,8 +101,8 @@ def test_every_schedule_solves_every_problem(name, schedule, dim, monkeypatch):
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     monkeypatch.setattr(host, "count_sms", lambda device: 5)  # programs of several tasks
-    given = CASES[name]
-    asked, operands = posed(**{"dim": dim, **given})
+    case = CASES[name]
+    asked, operands = posed(**{"dim": dim, **case})
     kernel = kernel_of("hopper", asked)
     first = kernel.forward(operands)
     check(first, exact(asked, operands))
@@ -172,12 +172,12 @@ def test_the_same_comes_of_one_round_of_programs_and_of_halves_of_tasks(schedule
 
     monkeypatch.setattr(host, "forward_schedule", lambda problem, sizes: schedule_named(schedule))
     asked, operands = posed(rows=rows, dim=dim)
-    found = []
+    runs = []
     for programs in (15, 1000):
         processors = programs // schedule_named(schedule).programs_per_sm
         monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)
-        found.append(kernel_of("hopper", asked).forward(operands))
-    halved, alone = found
+        runs.append(kernel_of("hopper", asked).forward(operands))
+    halved, alone = runs
     check(halved, exact(asked, operands))
     assert torch.equal(halved.out, alone.out)
     assert torch.equal(halved.lse, alone.lse)
@@ -190,14 +190,14 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
 
     asked, operands = posed(batch=3, heads=5, rows=rows, dim=64, mask=masks.causal())
     assert host.forward_schedule(asked) == schedules.PAIRED_2_SERPENTINE
-    found = []
+    runs = []
     for processors in (1, 7, 1000):
         monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)
-        found.append(kernel_of("hopper", asked).forward(operands))
-    check(found[0], exact(asked, operands))
-    for other in found[1:]:
-        assert torch.equal(found[0].out, other.out)
-        assert torch.equal(found[0].lse, other.lse)
+        runs.append(kernel_of("hopper", asked).forward(operands))
+    check(runs[0], exact(asked, operands))
+    for other in runs[1:]:
+        assert torch.equal(runs[0].out, other.out)
+        assert torch.equal(runs[0].lse, other.lse)
 
 
 # SDPA-14
@@ -210,10 +210,10 @@ def test_huge_equal_scores_give_the_mean(schedule, monkeypatch):
     asked, operands = posed(rows=300)
     operands.query.fill_(133120.0)
     operands.key.fill_(133120.0)
-    found = kernel_of("hopper", asked).forward(operands)
-    mean = operands.value.double().mean(2, keepdim=True).expand(found.out.shape)
-    assert ((found.out.double() - mean).norm() / mean.norm()).item() < 6e-3
-    assert found.lse.isfinite().all()
+    results = kernel_of("hopper", asked).forward(operands)
+    mean = operands.value.double().mean(2, keepdim=True).expand(results.out.shape)
+    assert ((results.out.double() - mean).norm() / mean.norm()).item() < 6e-3
+    assert results.lse.isfinite().all()
 
 
 FOLLOWED = [
@@ -256,11 +256,11 @@ def test_sums_refer_to_numbers_that_follow_maxima(schedule, dim, mask, sign, ste
     always = kernel_of("hopper", asked).forward(operands)
     check(always, wanted)
     seldom = replace(asked, formula=replace(asked.formula, outputs=Outputs(lse=True)))
-    found = kernel_of("hopper", seldom).forward(operands)
-    assert found.row_max is None
-    assert ((found.out.double() - wanted.out).norm() / wanted.out.norm()).item() < 6e-3
+    results = kernel_of("hopper", seldom).forward(operands)
+    assert results.row_max is None
+    assert ((results.out.double() - wanted.out).norm() / wanted.out.norm()).item() < 6e-3
     there = wanted.lse.isfinite()
-    assert (found.lse.double() - wanted.lse)[there].abs().max().item() < 2e-3 * max(1.0, abs(steepness))
+    assert (results.lse.double() - wanted.lse)[there].abs().max().item() < 2e-3 * max(1.0, abs(steepness))
 
 
 @pytest.mark.parametrize("steepness", [0.0, 30.0])
@@ -345,30 +345,30 @@ def test_nothing_leaks_from_one_sequence_into_another(causal):
     alone = kernel_of("hopper", asked).forward(operands)
     for t in (operands.query, operands.key, operands.value):
         t[:, :, 100:230] = float("nan")
-    found = kernel_of("hopper", asked).forward(operands)
+    results = kernel_of("hopper", asked).forward(operands)
     kept = torch.tensor([*range(100), *range(230, 487)], device="cuda")
-    assert torch.equal(found.out[:, :, kept], alone.out[:, :, kept])
-    assert torch.equal(found.lse[:, :, kept], alone.lse[:, :, kept])
+    assert torch.equal(results.out[:, :, kept], alone.out[:, :, kept])
+    assert torch.equal(results.lse[:, :, kept], alone.lse[:, :, kept])
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         *({}, {"lengths": [100, 1, 700, 0, 128, 333]}, {"rows": 500}, {"lengths": [100, 1, 300, 0, 128] * 5}),
         {"rows": 500, "mask": masks.causal()},
     ],
 )
 @pytest.mark.parametrize("dim", [64, 128])
-def test_what_the_kernel_before_wrote_is_read(dim, given):
+def test_what_the_kernel_before_wrote_is_read(dim, options):
     """Though the forward begins while that one ends."""
-    asked, operands = posed(dim=dim, **given)
+    asked, operands = posed(dim=dim, **options)
     kernel = kernel_of("hopper", asked)
     values = [operands.value.clone(), torch.randn_like(operands.value)]
     wanted = [exact(asked, replace(operands, value=value)) for value in values]
     for turn in range(40):
         operands.value.copy_(values[turn % 2])
-        found = kernel.forward(operands)
-        assert ((found.out.double() - wanted[turn % 2].out).norm() / wanted[turn % 2].out.norm()).item() < 6e-3
+        results = kernel.forward(operands)
+        assert ((results.out.double() - wanted[turn % 2].out).norm() / wanted[turn % 2].out.norm()).item() < 6e-3
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kernel.forward(operands).out
@@ -413,11 +413,11 @@ def test_many_short_tasks_of_narrow_heads(name, dim, value_dim, dtype):
 def test_gaps_between_sequences_are_zero():
     asked, operands = posed(lengths=[100, 130, 257])
     short = torch.tensor([90, 130, 200], device="cuda")
-    found = kernel_of("hopper", asked).forward(replace(operands, q_lengths=short, kv_lengths=short))
+    results = kernel_of("hopper", asked).forward(replace(operands, q_lengths=short, kv_lengths=short))
     gaps = torch.tensor([*range(90, 100), *range(430, 487)], device="cuda")
-    assert (found.out[:, :, gaps] == 0).all()
-    assert (found.lse[:, :, gaps] == -math.inf).all()
-    assert found.out[:, :, :90].isfinite().all()
+    assert (results.out[:, :, gaps] == 0).all()
+    assert (results.lse[:, :, gaps] == -math.inf).all()
+    assert results.out[:, :, :90].isfinite().all()
 
 
 def test_heads_side_by_side_and_tokens_first():
@@ -425,10 +425,10 @@ def test_heads_side_by_side_and_tokens_first():
     joint = torch.randn(2, 500, 12, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     query, key, value = joint.split(4, dim=1)
     with foci.use("hopper"):
-        found = foci.attention(query, key, value, mask=masks.causal())
+        out = foci.attention(query, key, value, mask=masks.causal())
     with foci.use("reference"):
         wanted = foci.attention(query.double(), key.double(), value.double(), mask=masks.causal())
-    assert ((found.double() - wanted).norm() / wanted.norm()).item() < 6e-3
+    assert ((out.double() - wanted).norm() / wanted.norm()).item() < 6e-3
 
 
 # SDPA-12
@@ -455,6 +455,6 @@ def test_new_lengths_and_values_compile_nothing():
 
     once(1000, 2, 4, 100)
     before = compiled()
-    for given in ((1001, 1, 1, 5), (16, 3, 5, 16), (2048, 16, 8, 2000), (77, 1, 2, 33), (1, 1, 1, 3)):
-        once(*given)
+    for sizes in ((1001, 1, 1, 5), (16, 3, 5, 16), (2048, 16, 8, 2000), (77, 1, 2, 33), (1, 1, 1, 3)):
+        once(*sizes)
     assert compiled() == before

@@ -57,7 +57,7 @@ def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_
 
 
 @pytest.mark.parametrize(
-    ("given", "wide", "narrow"),
+    ("changes", "wide", "narrow"),
     [
         (KINDS["full"], schedules.TURNS_3_NAMED, schedules.TURNS_3_QREG),
         (KINDS["causal"], schedules.TURNS_3, schedules.TURNS_3_QREG),
@@ -94,10 +94,10 @@ def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_
         (KINDS["document"] | JAGGED, schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
     ],
 )
-def test_programs_take_tasks_as_was_fastest(given, wide, narrow):
-    assert forward_schedule(problem(**given)) == wide
-    assert forward_schedule(problem(**given, **NARROW)) == narrow
-    assert forward_schedule(problem(**given, head_dim=256, value_dim=256)) == schedules.OVERLAP_2_D256
+def test_programs_take_tasks_as_was_fastest(changes, wide, narrow):
+    assert forward_schedule(problem(**changes)) == wide
+    assert forward_schedule(problem(**changes, **NARROW)) == narrow
+    assert forward_schedule(problem(**changes, head_dim=256, value_dim=256)) == schedules.OVERLAP_2_D256
 
 
 @pytest.mark.parametrize(
@@ -135,16 +135,16 @@ def test_rounds_of_tasks_decide_without_a_mask(heads, dim, sizes, name, is_place
     assert forward_schedule(asked, sizes) == replace(getattr(schedules, name), static=is_placed)
     # nothing of that where a mask or a score asks for more, or where lengths are a sequence's own
     for other in ({"mask": masks.causal()}, {"score": scores.softcap(20.0)}, {"layout": Layout.JAGGED}):
-        given = problem(**other, head_dim=dim, value_dim=dim)
-        assert forward_schedule(given, sizes) == forward_schedule(given)
+        other_problem = problem(**other, head_dim=dim, value_dim=dim)
+        assert forward_schedule(other_problem, sizes) == forward_schedule(other_problem)
 
 
 def test_a_kernel_goes_by_the_lengths_at_hand(monkeypatch):
     forward_pass = pytest.importorskip("foci.backends.hopper.forward_pass", reason="needs a Triton with Gluon")
-    found, asked = [], problem(batch=4, q_len=512, kv_len=512)
+    chosen_schedules, asked = [], problem(batch=4, q_len=512, kv_len=512)
 
     def noted(problem, sizes):
-        found.append(forward_schedule(problem, sizes))
+        chosen_schedules.append(forward_schedule(problem, sizes))
         raise InterruptedError
 
     monkeypatch.setattr(forward_pass, "forward_schedule", noted)
@@ -152,7 +152,7 @@ def test_a_kernel_goes_by_the_lengths_at_hand(monkeypatch):
         query = torch.zeros(4, 16, length, 128, dtype=torch.bfloat16)
         with pytest.raises(InterruptedError):
             built(asked).forward(Operands(query, query, query, (), (), (), 1.0))
-    assert [one.tile_q for one in found] == [192, 128]
+    assert [one.tile_q for one in chosen_schedules] == [192, 128]
 
 
 @pytest.mark.parametrize("dim", [80, 96])
@@ -171,10 +171,10 @@ def test_words_of_a_mask_that_are_to_be_kept_have_room(batch, heads, length, dim
     of_pairs = foci.Mask(lambda b, h, q, k: table[h, q, k] & (b >= 0))
     asked = problem(mask=of_pairs, batch=batch, q_heads=heads, kv_heads=heads, q_len=length, kv_len=length, head_dim=dim, value_dim=dim)
     assert score_kind(asked) == "mask"
-    found = forward_schedule(asked)
-    tiles = -(-length // found.tile_q) * -(-length // found.tile_kv)
+    schedule = forward_schedule(asked)
+    tiles = -(-length // schedule.tile_q) * -(-length // schedule.tile_kv)
     # four words for each query of a tile, of each batch entry and head
-    assert 16 * found.tile_q * tiles * batch * heads <= MAX_MASK_BYTES
+    assert 16 * schedule.tile_q * tiles * batch * heads <= MAX_MASK_BYTES
 
 
 def test_two_programs_share_the_registers_of_a_multiprocessor():
@@ -204,7 +204,7 @@ class Launches:
 
 
 @pytest.mark.parametrize(
-    ("given", "tasks", "expected"),
+    ("changes", "tasks", "expected"),
     [
         ({}, 100, (100, 0)),  # a program for each
         ({}, 132 * 3 + 20, (132, 20)),
@@ -221,8 +221,8 @@ class Launches:
         ({"head_dim": 256, "value_dim": 256}, 1000, (1000, 0)),
     ],
 )
-def test_tasks_of_a_last_round_that_is_half_empty_are_halved(given, tasks, expected):
-    asked, launches = problem(**given), Launches()
+def test_tasks_of_a_last_round_that_is_half_empty_are_halved(changes, tasks, expected):
+    asked, launches = problem(**changes), Launches()
     query = torch.empty(1, 1, 1, 1, device="meta")
     operands = Operands(query, query, query, (), (), (), 1.0)
     programs, tickets, halved = built(asked).forward_pass._programs(tasks, forward_schedule(asked), operands, None, launches)

@@ -28,9 +28,9 @@ SCORES = {
 @pytest.mark.parametrize("resident", ["q_idx", "kv_idx"])
 def test_exponents_and_slopes_are_those_of_the_score(name, resident):
     bound = bind(SCORES[name], masks.causal(), torch.device("cpu"))
-    made = functions.build_functions(bound.variant, (), half=True, resident=resident)
+    code = functions.build_functions(bound.variant, (), half=True, resident=resident)
     known = {"tl": TRITON, "tanh_half": torch.tanh}
-    exec(made.source, known)
+    exec(code.source, known)
     q, k, h, scale = torch.arange(9)[:, None], torch.arange(7)[None, :], torch.tensor(2), 0.3
     raw, lse2 = torch.randn(9, 7, dtype=torch.float64), torch.randn(9, 1, dtype=torch.float64)
     lengths, numbers = (torch.tensor(9), torch.tensor(7)), SimpleNamespace(floats=bound.floats, ints=bound.ints)
@@ -47,14 +47,14 @@ def test_exponents_and_slopes_are_those_of_the_score(name, resident):
 @pytest.mark.parametrize("name", ["alibi", "softcap", "farther is more"])
 def test_a_line_of_queries_is_what_a_score_adds(name):
     """In base 2, for one query and, by what it rises by, for those behind."""
-    given = {**SCORES, "farther is more": foci.Score(lambda s, b, h, q, k: s + 0.3 * (q - k))}[name]
-    bound = bind(given, None, torch.device("cpu"))
-    made = functions.build_functions(bound.variant, (), half=True, resident="kv_idx")
-    assert (made.line is None) == (name == "softcap")
-    if made.line is None:
+    score = {**SCORES, "farther is more": foci.Score(lambda s, b, h, q, k: s + 0.3 * (q - k))}[name]
+    bound = bind(score, None, torch.device("cpu"))
+    code = functions.build_functions(bound.variant, (), half=True, resident="kv_idx")
+    assert (code.line is None) == (name == "softcap")
+    if code.line is None:
         return
     known = {"tl": TRITON}
-    exec(made.source, known)
+    exec(code.source, known)
     q, k, h = torch.arange(9)[:, None], torch.arange(7)[None, :], torch.tensor(2)
     lengths, numbers = (torch.tensor(9), torch.tensor(7)), SimpleNamespace(floats=bound.floats, ints=bound.ints)
     aux = known["pre"](0, h, k, *lengths, 0.3, numbers)

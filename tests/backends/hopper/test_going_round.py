@@ -21,12 +21,12 @@ class Tile(int):
 def plain(monkeypatch):
     """The kernel's functions as Python runs them, on numbers."""
     plain = SimpleNamespace(where=lambda on, a, b: a if on else b, minimum=min, maximum=max, int64=int, static_range=range)
-    found = SimpleNamespace(
+    namespace = SimpleNamespace(
         **{name: getattr(turns, name).fn for name in ("find_query_runs", "nth_tile", "dq_rank", "count_query_tiles", "tile_at")}
     )
-    for name, value in (("gl", plain), ("count_query_tiles", found.count_query_tiles), ("tile_at", found.tile_at)):
+    for name, value in (("gl", plain), ("count_query_tiles", namespace.count_query_tiles), ("tile_at", namespace.tile_at)):
         monkeypatch.setattr(turns, name, value)
-    return found
+    return namespace
 
 
 def walk(runs):
@@ -45,12 +45,12 @@ def test_all_are_visited_once_and_nothing_waits_in_a_circle(tiles, overhang, pla
             runs = plain.find_query_runs(None, None, (0, 0, 0, Tile(tile), tile), 0, q_len, kv_len, C)
             assert plain.count_query_tiles(runs) == count
             assert all(n >= 0 for n in runs[2::2])
-            found = walk(runs)
-            walks.append([visited for visited, _ in found])
+            visits = walk(runs)
+            walks.append([visited for visited, _ in visits])
             assert walks[-1] == [(tile * count // tiles - step) % count for step in range(count)]
             assert walks[-1] == [plain.nth_tile(None, runs, i, C) for i in range(count)]
             over = kv_len < (tile + 1) * C.TILE_KV
-            assert all(masked == (over or q_len < (visited + 1) * C.TILE_Q) for visited, masked in found)
+            assert all(masked == (over or q_len < (visited + 1) * C.TILE_Q) for visited, masked in visits)
         order = {}
         for visited in range(count):
             ranks = [plain.dq_rank(None, None, 0, tile, visited, q_len, kv_len, C) for tile in range(tiles)]

@@ -15,7 +15,7 @@ from foci.problem import Layout, Outputs, Target
 
 
 @pytest.mark.parametrize(
-    "given",
+    "changes",
     [
         {},
         {"mask": masks.causal()},
@@ -29,14 +29,14 @@ from foci.problem import Layout, Outputs, Target
     ],
     ids=lambda value: value if isinstance(value, str) else None,  # a set's text differs between processes
 )
-def test_it_is_chosen_for_large_problems(given):
-    decision = choose(problem(**given), H200)
+def test_it_is_chosen_for_large_problems(changes):
+    decision = choose(problem(**changes), H200)
     assert decision.plan is not None
     assert decision.plan.backend == "hopper", decision.table()
 
 
 @pytest.mark.parametrize(
-    ("given", "target", "said"),
+    ("changes", "target", "said"),
     [
         ({}, Target("cpu"), "compute capability 9.0"),
         ({}, Target("cuda", 80, H200.features), "compute capability 9.0"),
@@ -52,14 +52,14 @@ def test_it_is_chosen_for_large_problems(given):
     ],
     ids=lambda value: value if isinstance(value, str) else None,  # a set's text differs between processes
 )
-def test_what_it_cannot_take_is_declined_in_words(given, target, said):
-    reason = BACKEND.reject(problem(**given), target)
+def test_what_it_cannot_take_is_declined_in_words(changes, target, said):
+    reason = BACKEND.reject(problem(**changes), target)
     assert reason is not None
     assert said in reason
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("changes", "name"),
     [
         ({}, "N3"),
         ({"mask": masks.causal(), "score": scores.alibi(16)}, "N3"),
@@ -70,8 +70,8 @@ def test_what_it_cannot_take_is_declined_in_words(given, target, said):
     ],
     ids=lambda value: value if isinstance(value, str) else None,  # a set's text differs between processes
 )
-def test_explain_says_which_kernel_and_why(given, name):
-    line = next(line for line in choose(problem(**given), H200).table().splitlines() if "hopper" in line)
+def test_explain_says_which_kernel_and_why(changes, name):
+    line = next(line for line in choose(problem(**changes), H200).table().splitlines() if "hopper" in line)
     assert f": {name}, " in line
     assert "warpgroups" in line
 
@@ -93,7 +93,7 @@ def test_explain_says_what_head_dims_are_padded_to(dims, said):
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("changes", "kept"),
     [
         ({"mask": masks.causal()}, True),
         ({"mask": masks.causal(), "score": scores.softcap(20.0)}, True),
@@ -105,22 +105,24 @@ def test_explain_says_what_head_dims_are_padded_to(dims, said):
         ({"mask": masks.causal(), "query_grad": False}, False),
     ],
 )
-def test_explain_says_where_gradients_of_scores_are_kept(given, kept):
-    asked = problem(**{"head_dim": 192, "value_dim": 128, "query_grad": True, "key_grad": True, "value_grad": True, **given})
+def test_explain_says_where_gradients_of_scores_are_kept(changes, kept):
+    asked = problem(**{"head_dim": 192, "value_dim": 128, "query_grad": True, "key_grad": True, "value_grad": True, **changes})
     assert ("kept in up to 528 MB" in BACKEND.note(asked, H200)) == kept
 
 
-@pytest.mark.parametrize(("kind", "given"), KINDS.items(), ids=KINDS)
+@pytest.mark.parametrize(("kind", "changes"), KINDS.items(), ids=KINDS)
 @pytest.mark.parametrize("width", [64, 128, 192, 256])
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_the_faster_backend_is_chosen_as_measured(kind, given, width, is_trained):
-    asked = problem(**given, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
+def test_the_faster_backend_is_chosen_as_measured(kind, changes, width, is_trained):
+    asked = problem(**changes, head_dim=width, value_dim=width, **(TRAINED if is_trained else {}))
     assert score_kind(asked) == kind
     rates, measured = estimate_rates(asked), MEASURED.get((width, kind), MEASURED[128, kind])
-    own = measured.backward.fused if (width, kind) in FUSED_SCHEDULES else measured.backward.apart
+    rate = measured.backward.fused if (width, kind) in FUSED_SCHEDULES else measured.backward.apart
     assert (rates.forward, rates.backward.triton) == (measured.forward, measured.backward.triton)
     # a single kernel's sums of dq take a little over many keys
-    assert rates.backward.hopper == own if (width, kind) not in FUSED_SCHEDULES else 0.94 * own < rates.backward.hopper <= own * (1 + 1e-9)
+    assert (
+        rates.backward.hopper == rate if (width, kind) not in FUSED_SCHEDULES else 0.94 * rate < rates.backward.hopper <= rate * (1 + 1e-9)
+    )
     times = {
         "hopper": 1 / rates.forward.hopper + (2.5 / rates.backward.best if is_trained else 0),
         "triton": 1 / rates.forward.triton + (2.5 / rates.backward.triton if is_trained else 0),
@@ -136,8 +138,8 @@ def test_explain_says_that_lengths_decide():
 
 
 def test_explain_says_what_was_measured_and_where_the_backward_is_from():
-    def said(**given):
-        return BACKEND.note(problem(**given), H200)
+    def said(**changes):
+        return BACKEND.note(problem(**changes), H200)
 
     assert "forward measured at 1.43x triton's speed" in said()
     assert "backward" not in said()
@@ -162,22 +164,25 @@ def test_explain_says_what_was_measured_and_where_the_backward_is_from():
     ],
 )
 def test_few_queries_over_many_keys_go_where_keys_are_split(batch, heads, lengths, dim, backend):
-    given = {"batch": batch, **dict(zip(("q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"), (*heads, *lengths, dim, dim)))}
-    decision = choose(problem(**given), H200)
+    changes = {
+        "batch": batch,
+        **dict(zip(("q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"), (*heads, *lengths, dim, dim))),
+    }
+    decision = choose(problem(**changes), H200)
     assert decision.plan.backend == backend
     if backend == "triton":
         assert "split-KV" in decision.table()
     # with gradients the forward alone
-    trained = choose(problem(**given, **TRAINED), H200)
+    trained = choose(problem(**changes, **TRAINED), H200)
     assert trained.plan.backend == "hopper"
     assert ("the forward runs the triton split-KV kernel" in BACKEND.note(trained.problem, H200)) == (backend == "triton")
 
 
 # SDPA-13
-@pytest.mark.parametrize("given", [{}, TRAINED], ids=["forward", "trained"])
+@pytest.mark.parametrize("changes", [{}, TRAINED], ids=["forward", "trained"])
 @pytest.mark.parametrize("kv_heads", [0, 2])
-def test_no_heads_are_planned_for_as_well(given, kv_heads):
-    decision = choose(problem(q_heads=0, kv_heads=kv_heads, **given), H200)
+def test_no_heads_are_planned_for_as_well(changes, kv_heads):
+    decision = choose(problem(q_heads=0, kv_heads=kv_heads, **changes), H200)
     assert decision.plan is not None
     assert "zero heads" in decision.table()
 
@@ -203,8 +208,8 @@ def test_a_forward_with_gradients_is_tritons_where_that_is_sooner_done_as_explai
 def test_kernels_are_of_the_lengths_and_heads_they_are_given(first, then):
     pytest.importorskip("triton", reason="Triton is not installed")
     narrow = {"head_dim": 64, "value_dim": 64, "query_grad": True, "key_grad": True, "value_grad": True}
-    for given in (first, then):
-        decision = choose(problem(**KINDS["causal"], **narrow, **given), H200, ("hopper",))
+    for changes in (first, then):
+        decision = choose(problem(**KINDS["causal"], **narrow, **changes), H200, ("hopper",))
         assert execution._compiled(decision).builder.problem == decision.plan.problem
         assert execution._compiled(decision) is execution._compiled(decision)
 
@@ -219,14 +224,14 @@ def test_one_query_is_left_to_the_kernel_that_splits_keys():
 def test_unaligned_operands_make_an_unaligned_problem():
     from foci.problem import is_aligned
 
-    whole = torch.zeros(2, 4, 64, 128, dtype=torch.bfloat16)
-    assert is_aligned(whole)
-    assert is_aligned(whole.transpose(1, 2))
+    aligned = torch.zeros(2, 4, 64, 128, dtype=torch.bfloat16)
+    assert is_aligned(aligned)
+    assert is_aligned(aligned.transpose(1, 2))
     assert is_aligned(torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16)[:, :1])
-    assert not is_aligned(whole.transpose(2, 3))
-    assert not is_aligned(whole[..., 4:])
+    assert not is_aligned(aligned.transpose(2, 3))
+    assert not is_aligned(aligned[..., 4:])
     assert not is_aligned(torch.zeros(2, 4, 64, 20, dtype=torch.bfloat16))
-    assert not is_aligned(whole[:, :1].expand(2, 4, 64, 128))
+    assert not is_aligned(aligned[:, :1].expand(2, 4, 64, 128))
 
 
 def test_it_is_a_backend_among_the_others():

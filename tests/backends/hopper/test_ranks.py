@@ -41,16 +41,16 @@ def walk(args, row, first, count):
     counts = table.counts[row].tolist()
     if c.MODE.value == "ranges":
         low, whole_first, whole_last, last = counts
-        found = [(tile, whole_first <= tile < whole_last) for tile in range(last - 1, low - 1, -1)]
+        visits = [(tile, whole_first <= tile < whole_last) for tile in range(last - 1, low - 1, -1)]
     else:
         entries, ending = table.lists[row].tolist(), int(args["order"].ranks[row, -1])
-        whole, part = entries[: counts[0]], entries[counts[0] : counts[0] + counts[1]]
+        full, part = entries[: counts[0]], entries[counts[0] : counts[0] + counts[1]]
         behind = part[len(part) - ending :]
-        assert all(tile > max(whole, default=-1) for tile in behind)
-        found = [(tile, False) for tile in reversed(behind)]
-        found += [(tile, True) for tile in reversed(whole)]
-        found += [(tile, False) for tile in reversed(part[: len(part) - ending])]
-    return found if first + count <= KEYS else [(tile, False) for tile, _ in found]
+        assert all(tile > max(full, default=-1) for tile in behind)
+        visits = [(tile, False) for tile in reversed(behind)]
+        visits += [(tile, True) for tile in reversed(full)]
+        visits += [(tile, False) for tile in reversed(part[: len(part) - ending])]
+    return visits if first + count <= KEYS else [(tile, False) for tile, _ in visits]
 
 
 def bits(args, row, query_tile):
@@ -64,10 +64,10 @@ def bits(args, row, query_tile):
 def whole_tile(keep, query_tile, tile, c):
     """What a mask keeps of a tile, a row for each key; nothing of what is not there."""
     tile_q, tile_kv = c.TILE_Q.value, c.TILE_KV.value
-    found = torch.zeros(tile_kv, tile_q, dtype=torch.bool, device=DEVICE)
+    mask = torch.zeros(tile_kv, tile_q, dtype=torch.bool, device=DEVICE)
     part = keep[query_tile * tile_q :][:tile_q, tile * tile_kv :][:, :tile_kv].T
-    found[: part.shape[0], : part.shape[1]] = part
-    return found
+    mask[: part.shape[0], : part.shape[1]] = part
+    return mask
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,13 +122,13 @@ def test_tiles_add_in_one_order_that_ends(name):
 
 @pytest.mark.parametrize("mask", ["window", "by head"])
 def test_packed_tiles_add_in_the_order_of_their_sequence(mask):
-    lengths, others = [300, 0, 700, 1, 128], [300, 5, 520, 130, 128]
+    lengths, kv_lengths = [300, 0, 700, 1, 128], [300, 5, 520, 130, 128]
     query = torch.zeros(1, 4, sum(lengths), 128, dtype=torch.float16, device=DEVICE)
-    key = torch.zeros(1, 4, sum(others), 128, dtype=torch.float16, device=DEVICE)
-    cu_q, cu_kv = (torch.tensor([0, *n], device=DEVICE).cumsum(0) for n in (lengths, others))
+    key = torch.zeros(1, 4, sum(kv_lengths), 128, dtype=torch.float16, device=DEVICE)
+    cu_q, cu_kv = (torch.tensor([0, *n], device=DEVICE).cumsum(0) for n in (lengths, kv_lengths))
     bound = bind(None, foci.Mask(CASES[mask]["mask"]), DEVICE)
     operands = Operands(
-        query, key, key, bound.captures, bound.ints, bound.floats, 0.1, cu_q=cu_q, cu_kv=cu_kv, max_q=max(lengths), max_kv=max(others)
+        query, key, key, bound.captures, bound.ints, bound.floats, 0.1, cu_q=cu_q, cu_kv=cu_kv, max_q=max(lengths), max_kv=max(kv_lengths)
     )
     wanted = (True, True, True, tuple(False for _ in bound.captures))
     asked = Problem(Formula(bound.variant, Layout.JAGGED), torch.float16, 128, 128, 4, 4, 8, 1024, 1024, *wanted)
@@ -146,5 +146,5 @@ def test_packed_tiles_add_in_the_order_of_their_sequence(mask):
                 for query_tile in range(low, behind):
                     seen.setdefault((b, query_tile), {})[tile] = ranks[row, query_tile].item()
         assert len(seen) > 5
-        for found in seen.values():
-            assert [found[tile] for tile in sorted(found)] == list(range(len(found)))
+        for rank_by_tile in seen.values():
+            assert [rank_by_tile[tile] for tile in sorted(rank_by_tile)] == list(range(len(rank_by_tile)))

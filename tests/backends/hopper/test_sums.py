@@ -36,8 +36,8 @@ def posed(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False, p=0.0):
     empty = torch.empty_strided
 
     def filled(*args, **options):
-        made = empty(*args, **options)
-        return made.fill_(math.nan) if made.is_floating_point() else made.fill_(-1)
+        tensor = empty(*args, **options)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(-1)
 
     monkeypatch.setattr(torch, "empty_strided", filled)
     flow = torch.randn_like(lse) if dlse else None
@@ -152,7 +152,7 @@ def test_dq_of_few_queries_is_the_shares_of_their_keys(dim, keys, shares, monkey
     monkeypatch.setattr(backward_schedules, "SHORT_Q_PROGRAMS", 1)
     asked, operands, results, cotangents = posed(monkeypatch, dim, 4, jagged=False, rows=101)
     asked, key = replace(asked, q_len=128, kv_len=1024), torch.zeros(2, 4, keys, dim, device=DEVICE).half()
-    operands, found = replace(operands, key=key, value=key), []
+    operands, partials = replace(operands, key=key, value=key), []
 
     def leave(args):
         if args["partials"] is None:
@@ -160,11 +160,11 @@ def test_dq_of_few_queries_is_the_shares_of_their_keys(dim, keys, shares, monkey
             return
         sums, count, tiles = args["partials"]
         assert (count >> 2, tiles >> 2) == (shares, -(-keys // 64 // shares))
-        found.append(sums.view(2, 4, shares, 128, -1))
-        found[0][..., :101, :] = torch.randn(2, 4, shares, 101, found[0].shape[-1], device=DEVICE)
+        partials.append(sums.view(2, 4, shares, 128, -1))
+        partials[0][..., :101, :] = torch.randn(2, 4, shares, 101, partials[0].shape[-1], device=DEVICE)
 
     dq = gradients_with(leave, asked, operands, results, cotangents, few=True).query
-    assert bool(found) == (shares > 1)
-    if found:
-        wanted = found[0].sum(2)[..., :101, :dim] * operands.scale
+    assert bool(partials) == (shares > 1)
+    if partials:
+        wanted = partials[0].sum(2)[..., :101, :dim] * operands.scale
         torch.testing.assert_close(dq.float(), wanted, rtol=2e-3, atol=1e-4)

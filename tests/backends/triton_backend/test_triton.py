@@ -30,7 +30,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def problem(score=None, mask=None, **changes):
     variant = bind(score, mask, CPU).variant
-    given = {
+    options = {
         "dtype": torch.bfloat16,
         "head_dim": 128,
         "value_dim": 128,
@@ -41,7 +41,7 @@ def problem(score=None, mask=None, **changes):
         "kv_len": 512,
     }
     formula = {k: changes.pop(k) for k in ("layout", "outputs", "dropout", "block_size") if k in changes}
-    return Problem(Formula(variant, **formula), **(given | changes))
+    return Problem(Formula(variant, **formula), **(options | changes))
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_gradients_through_row_reductions_and_under_block_masks_are_taken():
 def test_every_problem_has_a_schedule_that_fits_shared_memory(arch, dims, itemsize, scratch):
     for kind in sorted({kind for _, kind, _, _ in SCHEDULES} | {"captures", "decode"}):
         wide = (padded_dim(dims[0]), padded_dim(dims[1]))
-        found = schedule_for(kind, arch, wide, itemsize, scratch=scratch)
-        if found is None:
+        schedule = schedule_for(kind, arch, wide, itemsize, scratch=scratch)
+        if schedule is None:
             assert itemsize == 4
             assert sum(wide) > 256  # float32 with large heads: declined, with the reason
             continue
-        assert shared_bytes(kind, found, wide, itemsize, scratch=scratch) <= ARCHITECTURES[arch].shared_bytes
+        assert shared_bytes(kind, schedule, wide, itemsize, scratch=scratch) <= ARCHITECTURES[arch].shared_bytes
 
 
 # FLEX-14
@@ -139,11 +139,11 @@ def test_exponents_and_slopes_are_those_of_the_score(score, half):
     values = places | {"raw": raw, "scale": scale, "lse2": lse2, "score": raw * scale, "q_len": 6, "kv_len": 6}
     natural = (raw * scale).requires_grad_()
     wanted = torch.broadcast_to(evaluated(bound.variant.score, values | {"score": natural}, bound), raw.shape)
-    found = evaluated(log2_weight(bound.variant.score, half=half), values, bound)
-    torch.testing.assert_close(torch.broadcast_to(found, raw.shape), wanted.detach() / math.log(2) - lse2)
+    actual = evaluated(log2_weight(bound.variant.score, half=half), values, bound)
+    torch.testing.assert_close(torch.broadcast_to(actual, raw.shape), wanted.detach() / math.log(2) - lse2)
     (slope,) = torch.autograd.grad(wanted.sum(), natural)
-    found = evaluated(scaled_derivative(score_derivative(bound.variant.score), half=half), values, bound)
-    torch.testing.assert_close(torch.broadcast_to(torch.as_tensor(found, dtype=torch.float64), raw.shape), slope)
+    actual = evaluated(scaled_derivative(score_derivative(bound.variant.score), half=half), values, bound)
+    torch.testing.assert_close(torch.broadcast_to(torch.as_tensor(actual, dtype=torch.float64), raw.shape), slope)
 
 
 def evaluated(e, values, bound):
@@ -196,8 +196,8 @@ def test_generated_functions_read_as_written():
 
     slopes = torch.ones(4)
     bound = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
-    made = build_functions(bound.variant, capture_layouts(bound.captures), half=True)
-    assert made.source.split("\n\n\n")[2].strip() == ("def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)")
+    code = build_functions(bound.variant, capture_layouts(bound.captures), half=True)
+    assert code.source.split("\n\n\n")[2].strip() == ("def mask(b, h, q_idx, kv_idx, q_len, kv_len, env):\n    return (kv_idx <= q_idx)")
     # bounds by row or column, so that a tile has comparisons alone
     window = bind(None, foci.Mask(lambda b, h, q, k: (k <= q) & (q - k < 9)), CPU).variant
     by_query, by_key = build_functions(window, (), half=True).source.split("\n\n\n")[3:]
@@ -208,11 +208,11 @@ def test_generated_functions_read_as_written():
     assert f"v0 = ((kv_idx + {width}) - 1)" in by_key
     assert "(q_idx <= tl.minimum((q_len - 1), v0))" in by_key
     assert "(tl.maximum(0, kv_idx) <= q_idx)" in by_key
-    score = made.source.split("\n\n\n")[0]
+    score = code.source.split("\n\n\n")[0]
     assert "tl.load(env.captures[0] + h)" in score
     assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32)" in score  # casts of rows and columns, not of tiles
     again = bind(foci.Score(lambda s, b, h, q, k: s + slopes[h] * (k - q)), masks.causal(), CPU)
-    assert build_functions(again.variant, capture_layouts(again.captures), half=True) is made
+    assert build_functions(again.variant, capture_layouts(again.captures), half=True) is code
 
 
 @needs_triton

@@ -38,10 +38,10 @@ def known(heads, mask=None, offsets=None):
     offsets = torch.tensor(LENGTHS) if offsets is None else offsets
     call, rows = attention(offsets, mask).learning(heads, rows_of(heads)), rows_of(heads)
     for _ in range(2):
-        found = call.forward_rows(rows, heads)
-        gradient = torch.zeros_like(found[0])
-        call.backward_rows(rows, found, gradient, heads)
-    return call, rows, found, gradient
+        results = call.forward_rows(rows, heads)
+        gradient = torch.zeros_like(results[0])
+        call.backward_rows(rows, results, gradient, heads)
+    return call, rows, results, gradient
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -54,22 +54,22 @@ def test_a_bound_pass_launches_what_a_call_does(launched, heads, mask):
     assert call.passes.backward is not None
     rows = rows_of(heads, 1)
     del worked_out[:], log[:]
-    found = call.forward_rows(rows, heads)
-    forward = placed(log, (rows, *found))
+    results = call.forward_rows(rows, heads)
+    forward = placed(log, (rows, *results))
     del log[:]
     out, lse = call.forward(heads.split(rows))
     assert forward == placed(log, (rows, out, lse))
-    assert found[0].shape == out.flatten(1).shape
-    assert found[1].shape == lse.shape
-    gradient = torch.zeros_like(found[0])
+    assert results[0].shape == out.flatten(1).shape
+    assert results[1].shape == lse.shape
+    gradient = torch.zeros_like(results[0])
     del log[:]
-    made = call.backward_rows(rows, found, gradient, heads)
-    assert made.shape == rows.shape
-    given = (rows, *found, gradient)
-    launched_bound = placed(log, (*given, made))
+    grad_rows = call.backward_rows(rows, results, gradient, heads)
+    assert grad_rows.shape == rows.shape
+    tensors = (rows, *results, gradient)
+    launched_bound = placed(log, (*tensors, grad_rows))
     del log[:]
-    parts = call.backward(heads.split(rows), (heads.of_queries(found[0]), found[1]), heads.of_queries(gradient))
-    assert launched_bound == placed(log, (*given, _side_by_side(parts)))
+    parts = call.backward(heads.split(rows), (heads.of_queries(results[0]), results[1]), heads.of_queries(gradient))
+    assert launched_bound == placed(log, (*tensors, _side_by_side(parts)))
     assert not worked_out
 
 
@@ -79,8 +79,8 @@ def test_layers_of_a_batch_share_what_is_bound(launched):
     passes = call.passes.forward, call.passes.backward
     for seed in range(3):
         rows = rows_of(heads, seed)
-        found = call.forward_rows(rows, heads)
-        call.backward_rows(rows, found, torch.zeros_like(found[0]), heads)
+        results = call.forward_rows(rows, heads)
+        call.backward_rows(rows, results, torch.zeros_like(results[0]), heads)
     assert passes == (call.passes.forward, call.passes.backward)
 
 
@@ -95,23 +95,23 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_tensors_are_none_of_a_bound_pass(launched, other):
     heads = HEADS["as many"]
-    call, rows, found, gradient = known(heads)
+    call, rows, results, gradient = known(heads)
     forward, backward = call.passes.forward, call.passes.backward
     changed = OTHERS[other]
     assert forward(changed(rows)) is None
-    assert backward(changed(rows), *found, gradient) is None
-    assert backward(rows, changed(found[0]), found[1], gradient) is None
-    assert backward(rows, *found, changed(gradient)) is None
+    assert backward(changed(rows), *results, gradient) is None
+    assert backward(rows, changed(results[0]), results[1], gradient) is None
+    assert backward(rows, *results, changed(gradient)) is None
     assert forward(rows) is not None
-    assert backward(rows, *found, gradient) is not None
+    assert backward(rows, *results, gradient) is not None
 
 
 def test_sequences_that_changed_are_looked_at_again(launched):
     heads, offsets = HEADS["as many"], torch.tensor(LENGTHS)
-    call, rows, found, gradient = known(heads, offsets=offsets)
+    call, rows, results, gradient = known(heads, offsets=offsets)
     offsets[1] = 100
     assert call.passes.forward(rows) is None
-    assert call.passes.backward(rows, *found, gradient) is None
+    assert call.passes.backward(rows, *results, gradient) is None
     del launched[1][:]
     call.forward_rows(rows, heads)
     assert "place_sequences" in {name for name, *_ in launched[1]}
@@ -119,7 +119,7 @@ def test_sequences_that_changed_are_looked_at_again(launched):
 
 def test_whoever_watches_launches_is_told_of_them(launched):
     heads = HEADS["as many"]
-    call, rows, found, gradient = known(heads)
+    call, rows, results, gradient = known(heads)
 
     def watch(metadata):
         pass
@@ -127,12 +127,12 @@ def test_whoever_watches_launches_is_told_of_them(launched):
     knobs.runtime.launch_enter_hook.add(watch)
     try:
         assert call.passes.forward(rows) is None
-        assert call.passes.backward(rows, *found, gradient) is None
+        assert call.passes.backward(rows, *results, gradient) is None
     finally:
         knobs.runtime.launch_enter_hook.remove(watch)
     with foci.observe() as log:
         call.forward_rows(rows, heads)
-        call.backward_rows(rows, found, gradient, heads)
+        call.backward_rows(rows, results, gradient, heads)
     assert len(log.calls) == 1
     assert len(log.backward_calls) == 1
 
@@ -147,10 +147,10 @@ def hopper(launched, monkeypatch):
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
-def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, needs_grad):
+@pytest.mark.parametrize("no_padding", [False, True])
+def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, no_padding, needs_grad):
     heads, count = HEADS["as many"], 70
-    attend = Attention(None, None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))), no_padding=whole)
+    attend = Attention(None, None, Extras(Outputs(), **spans(torch.tensor(LENGTHS))), no_padding=no_padding)
     call = attend.learning(heads, rows_of(heads)) if needs_grad else None
 
     def run():
@@ -159,14 +159,14 @@ def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, whole, needs_gra
 
     early = [run() for _ in range(2)]  # kept, so that no address is used twice
     del hopper[:]
-    found = [run() for _ in range(count)]
-    names = ["attention_forward"] if whole else ["attention_forward", "zero_fill_gaps"]
+    runs = [run() for _ in range(count)]
+    names = ["attention_forward"] if no_padding else ["attention_forward", "zero_fill_gaps"]
     assert [name for name, *_ in hopper] == names * count
     taken = [args for name, _, args in hopper if name == "attention_forward"]
-    assert [args[3][0] for args in taken] == [out.data_ptr() for out, *_ in found]
+    assert [args[3][0] for args in taken] == [out.data_ptr() for out, *_ in runs]
     assert not {args[3][0] for args in taken} & {out.data_ptr() for out, *_ in early}
     assert len({args[4] for args in taken}) == (count if needs_grad else 1)
-    assert not needs_grad or [args[4] for args in taken] == [lse.data_ptr() for _, lse in found]
+    assert not needs_grad or [args[4] for args in taken] == [lse.data_ptr() for _, lse in runs]
     # in the table of tasks
     assert {args[8][7] for args in taken} == {args[7][0] for args in taken}
 
@@ -201,38 +201,38 @@ def test_offsets_without_versions_and_dropout_are_not_bound(launched):
 def test_a_pass_moved_to_other_sequences_launches_what_one_bound_anew_does(launched, heads, tokens):
     heads, log = HEADS[heads], launched[1]
     call, *_ = known(heads)
-    others, rows = torch.tensor([0, 100, tokens]), rows_of(heads, 1).repeat(2, 1)[:tokens].contiguous()
+    other_offsets, rows = torch.tensor([0, 100, tokens]), rows_of(heads, 1).repeat(2, 1)[:tokens].contiguous()
 
     def run(call):
         del log[:]
-        found = call.forward_rows(rows, heads)
-        forward = placed(log, (rows, *found))  # before a tensor is allocated where a temporary one lay
+        results = call.forward_rows(rows, heads)
+        forward = placed(log, (rows, *results))  # before a tensor is allocated where a temporary one lay
         del log[:]
-        gradient = torch.zeros_like(found[0])
-        made = call.backward_rows(rows, found, gradient, heads)
-        return forward + placed(log, (rows, *found, gradient, made))
+        gradient = torch.zeros_like(results[0])
+        grad_rows = call.backward_rows(rows, results, gradient, heads)
+        return forward + placed(log, (rows, *results, gradient, grad_rows))
 
-    moved = call.moved(others)
+    moved = call.moved(other_offsets)
     passes = moved.passes
-    found = run(moved)
+    launches = run(moved)
     assert passes.forward is not None
     assert passes.backward is not None
-    assert {"place_sequences", "assign_tasks"} <= {name for name, *_ in found}
-    copy = others.clone()
-    assert found == run(call._replace(optional=OptionalTensors(cu_q=copy, cu_kv=copy), passes=Passes()))
-    assert run(moved) == [launch for launch in found if launch[0] not in ("place_sequences", "assign_tasks")]
+    assert {"place_sequences", "assign_tasks"} <= {name for name, *_ in launches}
+    copy = other_offsets.clone()
+    assert launches == run(call._replace(optional=OptionalTensors(cu_q=copy, cu_kv=copy), passes=Passes()))
+    assert run(moved) == [launch for launch in launches if launch[0] not in ("place_sequences", "assign_tasks")]
 
 
 @pytest.mark.parametrize("other", ["a token", "a gap", "fewer sequences", "of another dtype"])
 def test_a_pass_is_not_moved_to_what_differs_in_more(launched, other):
     heads = HEADS["as many"]
-    call, rows, found, gradient = known(heads)
+    call, rows, results, gradient = known(heads)
     forward, backward = call.passes.forward, call.passes.backward
     offsets = torch.tensor(LENGTHS)
     if other in ("a token", "a gap"):
-        given = rows[:1] if other == "a token" else OTHERS["a gap"](rows)
-        assert forward.moved(given, offsets) is None
-        assert backward.moved(given, offsets) is None
+        changed_rows = rows[:1] if other == "a token" else OTHERS["a gap"](rows)
+        assert forward.moved(changed_rows, offsets) is None
+        assert backward.moved(changed_rows, offsets) is None
     elif other == "fewer sequences":
         assert forward.moved(rows, offsets[1:].clone()) is None
         assert backward.moved(rows, offsets[1:].clone()) is None
@@ -240,4 +240,4 @@ def test_a_pass_is_not_moved_to_what_differs_in_more(launched, other):
         assert forward.moved(rows, offsets.int()) is None
         assert backward.moved(rows, offsets.int()) is None
     assert forward.moved(rows, offsets)(rows) is not None
-    assert backward.moved(rows, offsets)(rows, *found, gradient) is not None
+    assert backward.moved(rows, offsets)(rows, *results, gradient) is not None

@@ -40,8 +40,8 @@ KINDS = {
 class KeyNoting:
     """Stands in for a kernel: notes what Triton would key its cache by."""
 
-    def __init__(self, function, found):
-        self.function, self.found = function, found
+    def __init__(self, function, keys):
+        self.function, self.keys = function, keys
 
     def warmup(self, *args, grid, **options):
         """Nothing is compiled, so that the launch goes through `__getitem__`."""
@@ -50,7 +50,7 @@ class KeyNoting:
         def note(*args, **options):
             backend = make_backend(GPUTarget("cuda", 90, 32))
             _, specialization, _ = create_function_from_signature(self.function.signature, self.function.params, backend)(*args, **options)
-            self.found.append((self.function.__name__, str(replaced(specialization)), str(options)))
+            self.keys.append((self.function.__name__, str(replaced(specialization)), str(options)))
 
         return note
 
@@ -134,13 +134,13 @@ FOURS = {(case, "attention_query_gradient", 90) for case in ("jagged D 64", "jag
 def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
     # the interpreter takes Python that the compiler does not, and compiling takes minutes
     case = CASES[name]
-    found = stand_in(LAUNCHED, arch, is_read_only=True)
+    kernels = stand_in(LAUNCHED, arch, is_read_only=True)
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     launch_paged(case, arch) if "page" in case else launch(case, arch)
-    assert found
+    assert kernels
     if name.startswith("learned bias"):  # its gradient is a sum in a fixed order
-        assert len(found) > 2
-        assert all("tt.func" in one.ir and "atomic" not in one.ir for one in found)
+        assert len(kernels) > 2
+        assert all("tt.func" in one.ir and "atomic" not in one.ir for one in kernels)
 
 
 # FLEX-12
@@ -148,13 +148,13 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
 @pytest.mark.parametrize(("name", "arch"), [*((name, 90) for name in CASES), *((name, 80) for name in ON_AMPERE), *FOREIGN])
 def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
     case = dict(CASES[name])
-    found = stand_in(LAUNCHED, arch)
+    kernels = stand_in(LAUNCHED, arch)
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
-    made = launch_paged(case, arch) if "page" in case else launch(case, arch)
-    for one in found:
+    attention = launch_paged(case, arch) if "page" in case else launch(case, arch)
+    for one in kernels:
         assert one.shared <= find(arch).shared_bytes, one.name
-        for kind in kinds_of(one.name, made):
-            bound = shared_bytes(kind, made.schedules[kind], made.builder.dims, 2, **made.builder.read)
+        for kind in kinds_of(one.name, attention):
+            bound = shared_bytes(kind, attention.schedules[kind], attention.builder.dims, 2, **attention.builder.read)
             assert one.shared <= bound, (one.name, kind)
         if one.stack is not None:
             assert one.stack <= case.get("stack", 1024), one.name
@@ -175,15 +175,15 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
 @pytest.mark.slow
 def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monkeypatch):
     """No loop is for the tile that overhangs a sequence, whose end a descriptor knows."""
-    found = stand_in({portable_passes: LAUNCHED[portable_passes]}, 90)
+    kernels = stand_in({portable_passes: LAUNCHED[portable_passes]}, 90)
     for name in LAUNCHED[tile_tables]:
         monkeypatch.setattr(tile_tables, name, KeyNoting(getattr(tile_tables, name), []))
     counts = []
     for case in ({"mask": masks.causal(), "dim": 64}, CASES["jagged D 64 causal"]):
-        found.clear()
+        kernels.clear()
         monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
         launch(case, 90)
-        counts.append({one.name: one.ptx.count("wgmma.mma_async") for one in found})
+        counts.append({one.name: one.ptx.count("wgmma.mma_async") for one in kernels})
     dense, packed = counts
     assert len(packed) == 3
     assert packed == dense
@@ -192,11 +192,11 @@ def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monk
 @pytest.fixture
 def keyed(monkeypatch):
     """What Triton would key its cache by, launch by launch."""
-    found = []
+    keys = []
     for module, names in LAUNCHED.items():
         for each in names:
-            monkeypatch.setattr(module, each, KeyNoting(getattr(module, each), found))
-    return found
+            monkeypatch.setattr(module, each, KeyNoting(getattr(module, each), keys))
+    return keys
 
 
 def test_an_expanded_gradient_meets_the_kernels_of_any_other(keyed):
@@ -205,14 +205,14 @@ def test_an_expanded_gradient_meets_the_kernels_of_any_other(keyed):
         query = torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16)
         bound = bind(None, masks.causal(), torch.device("cpu"))
         asked = Problem(Formula(bound.variant), torch.bfloat16, 64, 64, 4, 4, 2, 256, 256, True, True, True, ())
-        made = build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+        attention = build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
         operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.125)
-        made.backward(operands, made.forward(operands), Cotangents(dout))
+        attention.backward(operands, attention.forward(operands), Cotangents(dout))
         return {key for key in keyed if key[0].startswith("attention")}  # tables of tiles are kept from the first call
 
-    whole = torch.zeros(2, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    dense = torch.zeros(2, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     expanded = keys(torch.zeros((), dtype=torch.bfloat16).expand(2, 4, 256, 64))
-    assert expanded == keys(whole)
+    assert expanded == keys(dense)
     assert len(expanded) == 3
 
 
@@ -227,15 +227,15 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
         bound = bind(score, mask, torch.device("cpu"))
         operands = Operands(query, query, query, bound.captures, bound.ints, bound.floats, 0.125)
         asked = Problem(Formula(bound.variant), torch.bfloat16, 64, 64, heads, heads, batch, length, length, True, True, True, (True,))
-        made = build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
-        results = made.forward(operands)
-        made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+        attention = build_kernel(Plan("triton", asked, Target("cuda", 90, frozenset({"triton"}))))
+        results = attention.forward(operands)
+        attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
         return set(keyed)
 
     first = keys(1000, 2, 4, 100)
     assert len(first) > 5
-    for given in ((1001, 1, 1, 5), (16, 3, 5, 16), (2048, 16, 8, 2000), (77, 1, 2, 33), (1, 1, 1, 3), (5000, 1, 1, 7)):
-        assert keys(*given) == first, given
+    for sizes in ((1001, 1, 1, 5), (16, 3, 5, 16), (2048, 16, 8, 2000), (77, 1, 2, 33), (1, 1, 1, 3), (5000, 1, 1, 7)):
+        assert keys(*sizes) == first, sizes
 
 
 @pytest.mark.parametrize("name", ["causal", "causal D 64 alibi", "softcap", "document", "no gradient of queries", "plain"])
@@ -244,31 +244,33 @@ def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(nam
 
     def note(function, args, options):
         # what the pass will make has no memory yet
-        own = [t for arg in args for t in (getattr(arg, "base", arg),) if isinstance(t, torch.Tensor)]
-        assert all(t.is_meta or t.untyped_storage().data_ptr() in given for t in own)
-        function.found = seen
+        tensors = [t for arg in args for t in (getattr(arg, "base", arg),) if isinstance(t, torch.Tensor)]
+        assert all(t.is_meta or t.untyped_storage().data_ptr() in addresses for t in tensors)
+        function.keys = seen
         function[(1,)](*args, **COMPILE_OPTIONS, **options)
-        function.found = keyed
+        function.keys = keyed
 
     monkeypatch.setattr(precompile_backward, "is_new", lambda: True)
     monkeypatch.setattr(precompile_backward, "launch_ahead", note)
-    whole = tile_tables.Sequences()
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", whole)
-    made, operands = begun(CASES[name], 90)
+    dense_sequences = tile_tables.Sequences()
+    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", dense_sequences)
+    attention, operands = begun(CASES[name], 90)
     keyed.clear()
-    real, given = kernel.precompile_backward, set()
+    real, addresses = kernel.precompile_backward, set()
 
     def compile_and_compare(kernel_, operands, sequences, results):
-        given.update(t.untyped_storage().data_ptr() for t in (operands.query, operands.key, results.out, results.lse, *operands.captures))
-        given.update(t.untyped_storage().data_ptr() for visits in found_in(sequences.visits) for t in visits.tensors if t is not None)
+        addresses.update(
+            t.untyped_storage().data_ptr() for t in (operands.query, operands.key, results.out, results.lse, *operands.captures)
+        )
+        addresses.update(t.untyped_storage().data_ptr() for visits in found_in(sequences.visits) for t in visits.tensors if t is not None)
         before = found_in(sequences.visits), found_in(sequences.classes)
         real(kernel_, operands, sequences, results)
         assert (found_in(sequences.visits), found_in(sequences.classes)) == before
 
     monkeypatch.setattr(kernel, "precompile_backward", compile_and_compare)
-    results = made.forward(operands)
+    results = attention.forward(operands)
     keyed.clear()
-    made.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
+    attention.backward(operands, results, Cotangents(torch.zeros_like(results.out)))
     assert keyed
     assert set(keyed) <= set(seen)
     assert {key for key in seen if key[0].startswith("attention")} == {key for key in keyed if key[0].startswith("attention")}
@@ -278,10 +280,10 @@ def found_in(kept):
     return [value for _, value in kept._found.values()]
 
 
-def kinds_of(function, made):
+def kinds_of(function, attention):
     if function == "attention_key_gradient":
         return ()  # dk and dv may be launched apart: the device's limit is checked
-    return [kind for kind in KINDS.get(function, ()) if kind in made.schedules]
+    return [kind for kind in KINDS.get(function, ()) if kind in attention.schedules]
 
 
 def begun(case, arch):
@@ -303,17 +305,17 @@ def begun(case, arch):
     )
     learned = tuple(bool(case.get("learned")) for _ in bound.captures)
     asked = Problem(formula, torch.bfloat16, dim, dim, 2, 2, batch, queries, keys, case.get("query_grad", True), True, True, learned)
-    made = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
-    return made, operands
+    attention = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    return attention, operands
 
 
 def launch(case, arch):
     """Compiles what a forward and a backward launch."""
-    made, operands = begun(case, arch)
-    results = made.forward(operands)
+    attention, operands = begun(case, arch)
+    results = attention.forward(operands)
     if "queries" not in case:
-        made.backward(operands, results, Cotangents(torch.zeros_like(results.out), None, results.column_sums, results.weights))
-    return made
+        attention.backward(operands, results, Cotangents(torch.zeros_like(results.out), None, results.column_sums, results.weights))
+    return attention
 
 
 def launch_paged(case, arch):
@@ -323,9 +325,9 @@ def launch_paged(case, arch):
     bound = bind(None, case["mask"], torch.device("cpu"))
     operands = Operands(query, pool, pool, scale=0.1, kv_lengths=lengths, page_table=table, max_kv=8 * case["page"])
     asked = Problem(Formula(bound.variant, Layout.PAGED), torch.bfloat16, 128, 128, 8, 2, 2, 1, 8 * case["page"])
-    made = paged.PagedKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
-    made.forward(operands)
-    return made.native
+    attention = paged.PagedKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    attention.forward(operands)
+    return attention.native
 
 
 def test_a_spread_number_is_not_aligned():

@@ -63,18 +63,18 @@ def device_of(launcher):
 @pytest.fixture
 def events(monkeypatch, tmp_path):
     """What compiles, by which thread, and what is launched, in order."""
-    found = []
+    notes = []
 
     class Launcher:
         def __init__(self, src, metadata):
-            found.append(("launcher", src.name, threading.current_thread() is threading.main_thread()))
+            notes.append(("launcher", src.name, threading.current_thread() is threading.main_thread()))
             self.name = src.name
 
         def __call__(self, *args):
-            found.append(("launch", self.name))
+            notes.append(("launch", self.name))
 
     def note(*, src, metadata, metadata_group, times, cache_hit):
-        found.append(("compile", src.name, threading.current_thread() is threading.main_thread()))
+        notes.append(("compile", src.name, threading.current_thread() is threading.main_thread()))
 
     device = device_of(Launcher)
     for kernel in (first_kernel, second_kernel, wrong_kernel):
@@ -86,7 +86,7 @@ def events(monkeypatch, tmp_path):
         triton.knobs.compilation.listener = note
         triton.knobs.cache.dir = str(tmp_path)
         monkeypatch.setattr(driver, "_active", device)
-        yield found
+        yield notes
 
 
 def launch(kernel, n=1):
@@ -96,9 +96,9 @@ def launch(kernel, n=1):
 @pytest.fixture
 def hits(events):
     """Kernels that Triton was asked for here, and whether they were in its cache."""
-    found = []
-    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append((src.name, cache_hit))
-    return found
+    lookups = []
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: lookups.append((src.name, cache_hit))
+    return lookups
 
 
 def set_other_surroundings():
@@ -214,9 +214,9 @@ def test_the_front_end_reads_one_kernel_at_a_time(events, monkeypatch):
         inside.append(self.name)
         read.append(tuple(inside))
         time.sleep(0.05)
-        made = real(self, *args, **options)
+        module = real(self, *args, **options)
         inside.remove(self.name)
-        return made
+        return module
 
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", watched)
     with compile_in_parallel():
@@ -377,9 +377,9 @@ def test_what_waits_is_read_before_what_is_ahead(events, monkeypatch):
 
     def watched(self, *args, **options):
         time.sleep(0.05)
-        made = real(self, *args, **options)
+        module = real(self, *args, **options)
         read.append(self.name)
-        return made
+        return module
 
     monkeypatch.setattr(triton.compiler.ASTSource, "make_ir", watched)
     with compile_in_parallel():

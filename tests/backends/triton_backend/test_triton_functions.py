@@ -52,8 +52,8 @@ def golden():
     for name, (score, mask) in VARIANTS.items():
         bound = bind(score, mask, CPU)
         for half in (True, False):
-            made = build_functions(bound.variant, capture_layouts(bound.captures), half=half)
-            parts.append(f"# {name}, {'16' if half else '32'} bits\n{made.source}")
+            code = build_functions(bound.variant, capture_layouts(bound.captures), half=half)
+            parts.append(f"# {name}, {'16' if half else '32'} bits\n{code.source}")
     return "\n\n\n".join(parts)
 
 

@@ -174,5 +174,5 @@ def test_what_lies_behind_a_sequence_reaches_nothing(dim, mask):
     for n, length in enumerate(lengths):
         ours = [t[start[n] : start[n] + length].transpose(0, 1)[None].double() for t in (q, k, v)]
         exact = torch.nn.functional.scaled_dot_product_attention(*ours, is_causal=mask is not None)[0].transpose(0, 1)
-        found = out.values().transpose(0, 1)[start[n] : start[n] + length]
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.02)
+        actual = out.values().transpose(0, 1)[start[n] : start[n] + length]
+        torch.testing.assert_close(actual.double(), exact, rtol=0, atol=0.02)

@@ -37,13 +37,13 @@ def unasked(monkeypatch):
 
 
 def test_the_key_of_a_kernel_does_not_depend_on_those_before_it(unasked):
-    found = []
+    keys = []
     for order in (KERNELS, KERNELS[::-1], KERNELS[2:] + KERNELS[:2]):
         unasked()
         for kernel in order:
             fill_cache_keys([kernel])
-        found.append([kernel.cache_key for kernel in KERNELS])
-    assert found[0] == found[1] == found[2]
+        keys.append([kernel.cache_key for kernel in KERNELS])
+    assert keys[0] == keys[1] == keys[2]
 
 
 def test_constants_of_what_is_called_are_part_of_the_key(unasked):

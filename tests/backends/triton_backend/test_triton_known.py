@@ -27,9 +27,9 @@ def calls(logs, monkeypatch):
         method = getattr(kernel.GpuKernel, name)
 
         def again(self, *args, name=name, method=method):
-            made = method(self, *args)
-            known.append((name, made is not None))
-            return made
+            tensors = method(self, *args)
+            known.append((name, tensors is not None))
+            return tensors
 
         monkeypatch.setattr(kernel.GpuKernel, name, again)
     with foci.use("triton"):
@@ -42,8 +42,8 @@ def packed_call(q, k, v, offsets, **options):
 
 def leaves(*, packed=False, wanted=(True, True, True)):
     shape = (256, 4, 64) if packed else (2, 256, 4, 64)
-    made = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_(on) for on in wanted]
-    return made if packed else [t.detach().transpose(1, 2).requires_grad_(on) for t, on in zip(made, wanted, strict=True)]
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_(on) for on in wanted]
+    return tensors if packed else [t.detach().transpose(1, 2).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
 
 
 OFFSETS, USED = torch.tensor([0, 56, 256]), torch.tensor([50, 190])
@@ -74,9 +74,9 @@ def run_both_ways(call, inputs):
     results = [out] if isinstance(out, torch.Tensor) else [t for part in out for t in (part if isinstance(part, tuple) else (part,))]
     results = [t for t in results if t is not None]
     wanted = [t for t in inputs if t.requires_grad]
-    given = [torch.zeros_like(t) for t in results if t.requires_grad]
-    gradients = torch.autograd.grad([t for t in results if t.requires_grad], wanted, given) if wanted else ()
-    return [*inputs, *results, *given, *gradients]
+    cotangents = [torch.zeros_like(t) for t in results if t.requires_grad]
+    gradients = torch.autograd.grad([t for t in results if t.requires_grad], wanted, cotangents) if wanted else ()
+    return [*inputs, *results, *cotangents, *gradients]
 
 
 def lies(tensors):
@@ -89,7 +89,7 @@ def test_a_known_call_launches_what_a_new_one_does(logs, calls, name, wanted):
     worked_out, launched = logs
     inputs = [leaves(packed="packed" in name, wanted=wanted) for _ in range(3)]
     first = run_both_ways(KNOWN[name], inputs[0])
-    assert not any(found for _, found in calls)
+    assert not any(is_known for _, is_known in calls)
     tables = ("classify_tiles", "list_tiles", "assign_tasks", "place_sequences")
     sought = [entry for entry in worked_out if entry[0] not in tables]
     worked_out.clear()
@@ -122,12 +122,12 @@ def test_what_a_known_call_reads_is_looked_at_again(logs, calls):
         worked_out.clear()
         calls.clear()
         way()
-        assert [found for _, found in calls] == [True, True]
+        assert [was_known for _, was_known in calls] == [True, True]
         assert not worked_out
         read[1] += 1
         launched.clear()
         way()
-        assert [found for _, found in calls] == [True, True, is_known, is_known]
+        assert [was_known for _, was_known in calls] == [True, True, is_known, is_known]
         assert worked_out or "place_sequences" in [name for name, *_ in launched]
 
 
@@ -176,10 +176,10 @@ def hopper_functions(monkeypatch, worked_out, launched):
 def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, name, separate, backend, monkeypatch):
     """What is launched for them is what a pass worked out for them alone would launch, but for addresses."""
     worked_out, launched = logs
-    backend, *own = backend.split(", ")
+    backend, *direction = backend.split(", ")
     if backend == "hopper":
         hopper_functions(monkeypatch, *logs)
-    if own:
+    if direction:
         if name in ("window", "heads apart"):
             pytest.skip("a backward that makes tables is worked out for each")
         training = pytest.importorskip("foci.backends.hopper.kernel")
@@ -193,7 +193,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         moved_call(other, MOVED[name], separate=separate)
         assert calls == [("launch_forward", True), ("launch_backward", True)]
         assert not worked_out
-        found = [*launched]
+        launches = [*launched]
         for kept in (
             call_cache._calls,
             launch_cache._templates._found,
@@ -206,7 +206,7 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         moved_call(other, MOVED[name], separate=separate)
     # by name and numbers: tables are made at other times, as they are needed
     anew = [entry for entry in worked_out if entry.is_launch] + launched
-    assert sorted(map(storages.masked, anew), key=str) == sorted(map(storages.masked, found), key=str)
+    assert sorted(map(storages.masked, anew), key=str) == sorted(map(storages.masked, launches), key=str)
 
 
 @pytest.mark.parametrize("tokens", [(256, 1100), (1100, 256)])
@@ -250,9 +250,9 @@ class Storages:
 
 @pytest.fixture
 def storages(monkeypatch):
-    found = Storages()
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: found.data_ptr(tensor), raising=False)
-    return found
+    instance = Storages()
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: instance.data_ptr(tensor), raising=False)
+    return instance
 
 
 def test_known_gradients_are_for_tensors_that_lie_as_they_did(logs, calls):
@@ -260,9 +260,9 @@ def test_known_gradients_are_for_tensors_that_lie_as_they_did(logs, calls):
         with hooks:
             out = foci.attention(*leaves())
         out.backward(torch.zeros_like(out) if cotangent is None else cotangent)
-        found = calls[-1]
-        assert found[0] == "launch_backward"
-        return found[1]
+        last = calls[-1]
+        assert last[0] == "launch_backward"
+        return last[1]
 
     none, copies = contextlib.nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous())
     backward(none)
@@ -317,15 +317,15 @@ def test_offsets_without_versions_are_read_at_each_call(logs, calls):
             logs[1].clear()
             for _ in range(2):
                 packed_call(*leaves(packed=True, wanted=(False, False, False)), offsets)
-            assert [found for _, found in calls][1:] == [True, True]
+            assert [is_known for _, is_known in calls][1:] == [True, True]
             assert [name for name, *_ in logs[1]].count("place_sequences") == looked
 
 
 def oddly(values):
     """A tensor that begins 8 bytes behind a multiple of 16."""
-    whole = torch.zeros(len(values) + 3, dtype=torch.int64)
-    made = whole[1 + whole.data_ptr() // 8 % 2 :][: len(values)]
-    return made.copy_(torch.tensor(values))
+    storage = torch.zeros(len(values) + 3, dtype=torch.int64)
+    view = storage[1 + storage.data_ptr() // 8 % 2 :][: len(values)]
+    return view.copy_(torch.tensor(values))
 
 
 def test_what_finds_sequences_is_compiled_for_how_each_tensor_lies(logs, calls):
@@ -360,7 +360,7 @@ def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtyp
     worked_out, launched = logs
     inputs = [pages(dtype=dtype) for _ in range(3)]
     foci.paged_attention(*inputs[0], **PAGED[name])
-    assert not any(found for _, found in calls)
+    assert not any(is_known for _, is_known in calls)
     sought = worked_out.copy()
     assert [entry[0] for entry in sought if "decode" in entry[0]] == ["attention_decode"]
     worked_out.clear()
@@ -372,8 +372,8 @@ def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtyp
         assert not worked_out
         assert [entry[:2] for entry in launched] == [entry[:2] for entry in sought]
         before, after = addressed(sought, inputs[0]), addressed(launched, again)
-        for given in (f"tensor {n}" for n in range(5)):  # all that was given is read anew, of this call
-            assert str(before).count(given) == str(after).count(given) > 0
+        for tensor in (f"tensor {n}" for n in range(5)):  # all that was given is read anew, of this call
+            assert str(before).count(tensor) == str(after).count(tensor) > 0
         assert not [t for t in inputs[0] if str(t.data_ptr()) in str(launched)]
 
 
@@ -400,9 +400,9 @@ def test_longer_queries_of_pages_are_launched_again_too(logs, calls, needs_grad)
 
 
 def test_another_page_table_is_another_call(logs, calls):
-    for given in (pages(), pages(count=9), pages(dtype=torch.int64), [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]):
+    for operands in (pages(), pages(count=9), pages(dtype=torch.int64), [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]):
         calls.clear()
-        foci.paged_attention(*given, max_kv=100)
+        foci.paged_attention(*operands, max_kv=100)
         assert calls == [("launch_forward", False)]
     calls.clear()
     apart = [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]
@@ -426,13 +426,13 @@ def test_gradients_of_a_learned_bias_are_launched_at_once(logs, calls, wanted, m
     sought = [entry[0] for entry in worked_out]
     assert "attention_bias_gradient" in sought
     worked_out.clear()
-    for given, bias in zip(inputs[1:], biases[1:], strict=True):
+    for operands, bias in zip(inputs[1:], biases[1:], strict=True):
         launched.clear()
-        kept = both_ways(*given, bias)
+        kept = both_ways(*operands, bias)
         assert not worked_out
         assert [entry[0] for entry in launched] == sought
         assert lies(kept) == lies(first)
         arguments = next(str(entry) for entry in launched if entry[0] == "attention_bias_gradient")
-        for t in (*given, bias, kept[0], kept[1], kept[-1]):  # read and written where they are in this call
+        for t in (*operands, bias, kept[0], kept[1], kept[-1]):  # read and written where they are in this call
             assert str(t.data_ptr()) in arguments
         assert str(biases[0].data_ptr()) not in arguments

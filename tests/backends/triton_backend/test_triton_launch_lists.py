@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_stand_ins import SLOPES, VARIANTS, Compiled, addressed, made, operands_of, run_backward, run_forward
+from kernel_stand_ins import SLOPES, VARIANTS, Compiled, addressed, build_attention, operands_of, run_backward, run_forward
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -31,7 +31,7 @@ def test_a_second_call_launches_what_the_first_worked_out(logs, name):
     layout = Layout.JAGGED if name == "jagged" else Layout.DENSE
     program = Program()
     calls = [operands_of(bound, **options, program=program) for _ in range(2)]
-    attention = made(calls[0], bound.variant, layout=layout, outputs=Outputs(lse=True, row_max=True), dropout=name == "dropout")
+    attention = build_attention(calls[0], bound.variant, layout=layout, outputs=Outputs(lse=True, row_max=True), dropout=name == "dropout")
 
     def both(operands):
         results = run_forward(attention, operands)
@@ -77,7 +77,9 @@ def test_no_pass_over_sequences_reads_a_number_of_the_device(logs, name, monkeyp
     bound = bind(score, mask, torch.device("cpu"))
     for offsets in ((0, 56, 256), (0, 200, 200)):
         operands = operands_of(bound, **options, offsets=torch.tensor(offsets))
-        attention = made(operands, bound.variant, layout=Layout.JAGGED, outputs=Outputs(lse=True, row_max=True), dropout=name == "dropout")
+        attention = build_attention(
+            operands, bound.variant, layout=Layout.JAGGED, outputs=Outputs(lse=True, row_max=True), dropout=name == "dropout"
+        )
         with monkeypatch.context() as patched, Unread():
             for reader in ("tolist", "numpy", "cpu", "__array__"):  # which on the CPU no operation is asked for
                 patched.setattr(torch.Tensor, reader, None)
@@ -93,7 +95,7 @@ def test_captured_tensors_are_those_of_the_call(logs):
     bounds = [bind(scores.alibi(table), masks.causal(), torch.device("cpu")) for table in tables]
     program = Program()
     calls = [operands_of(bound, program=program) for bound in bounds]
-    attention = made(calls[0], bounds[0].variant)
+    attention = build_attention(calls[0], bounds[0].variant)
     for operands in calls:
         launched.clear()
         run_forward(attention, operands)
@@ -116,7 +118,7 @@ def test_what_changes_the_launch_is_worked_out_anew(logs, change):
     options = {"offsets": offsets} if change == "offsets" else {}
     bound = bound_of(ids, 9)
     operands = operands_of(bound, **options)
-    attention = made(operands, bound.variant, layout=Layout.JAGGED if options else Layout.DENSE)
+    attention = build_attention(operands, bound.variant, layout=Layout.JAGGED if options else Layout.DENSE)
     run_forward(attention, operands)
     before = len(worked_out)
     if change == "version":
@@ -142,7 +144,7 @@ def test_someone_who_watches_launches_sees_them_all(logs):
 
     bound = bind(None, None, torch.device("cpu"))
     operands = operands_of(bound)
-    attention = made(operands, bound.variant)
+    attention = build_attention(operands, bound.variant)
     run_forward(attention, operands)
 
     def watch(metadata):
@@ -165,9 +167,9 @@ class Launcher:
     global_scratch_size = profile_scratch_size = launch_pdl = 0
     launch_cooperative_grid = 1
 
-    def __init__(self, given, tensordesc_meta):
+    def __init__(self, calls, tensordesc_meta):
         def launcher(*args):
-            given.append(args)
+            calls.append(args)
 
         def inner(*args):
             raise AssertionError("the way around was not taken", launcher, tensordesc_meta)
@@ -184,9 +186,9 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
         lambda arg, facts: described.append((arg.base.data_ptr(), facts)) or [f"map of {arg.base.data_ptr()}"],
     )
     monkeypatch.setattr(compat, "release", lambda: (3, 6))
-    given = []
+    calls = []
     compiled = Compiled("kernel", [], 4)
-    compiled.run = Launcher(given, [{"swizzle": 3}])
+    compiled.run = Launcher(calls, [{"swizzle": 3}])
     x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
     noted = launch_list.Arguments(
         [5, None, None, (1, 2)], [(2, 0)], [(1, 1, launch_list.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
@@ -196,7 +198,7 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
     for _ in range(3):
         for pair in ((x, y), (y, x)):
             again.run(pair)
-            before, args = given[-1][:13], given[-1][13:]
+            before, args = calls[-1][:13], calls[-1][13:]
             assert before == (8, 1, 1, 0, 7, 1, 0, None, None, (4, 1, 0), None, None, None)
             assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
     assert len(described) == 2  # once for each address
@@ -205,11 +207,11 @@ def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
 
 
 def test_maps_are_made_once_for_so_many_tokens():
-    made = []
+    encodings = []
 
     def make(tiles, facts):
-        made.append((tiles.base.data_ptr(), list(tiles.shape)))
-        return [len(made)]
+        encodings.append((tiles.base.data_ptr(), list(tiles.shape)))
+        return [len(encodings)]
 
     tiles = launch_list.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
     maps = launch_list.Maps(tiles, make, {})
@@ -217,35 +219,35 @@ def test_maps_are_made_once_for_so_many_tokens():
 
     def of(tensor, tokens):
         bound = maps.bound((tokens, tokens))
-        found = bound.known.get(tensor.data_ptr())
-        return bound(tensor, tensor.data_ptr()) if found is None else found
+        known_map = bound.known.get(tensor.data_ptr())
+        return bound(tensor, tensor.data_ptr()) if known_map is None else known_map
 
     assert [of(x, 8), of(y, 8), of(x, 5), of(x, 8), of(y, 8), of(x, 5), of(y, 5)] == [1, 2, 3, 1, 2, 3, 4]
-    assert made == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
+    assert encodings == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
     for tokens in range(100, 100 + 2 * launch_list._SHAPES):
         of(x, tokens)
     assert len(maps._of_others) == launch_list._SHAPES
-    assert of(x, 8) == len(made)  # forgotten, and made again
+    assert of(x, 8) == len(encodings)  # forgotten, and made again
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_only_the_pass_reads_is_one_allocation(packed):
-    given, count = [], Count(6, "t[0]")
+    calls, count = [], Count(6, "t[0]")
     cpu = torch.device("cpu")
     shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
     strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
     news = [allocations.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
     places = [(at, at) for at in range(6)]
-    launch = launch_list.Launch(lambda *args: given.append(args), launch_list.Arguments([None] * 6, places, [], [], []))
+    launch = launch_list.Launch(lambda *args: calls.append(args), launch_list.Arguments([None] * 6, places, [], [], []))
     x = torch.zeros(3)
     pass_ = launch_list.Template([launch], news, (), []).as_built((6, 6)).returning(2, packed=packed)
     for tokens in (6, 100):
         bound = pass_.template.bound(None, (tokens, tokens), ())
-        made = bound.run((x,))
+        outputs = bound.run((x,))
         first = (tokens, 2, 4) if packed else (1, 2, tokens, 4)
-        assert [tuple(t.shape) for t in made] == [first, (2, tokens) if packed else (1, 2, tokens)]
-        addresses = given[-1]
-        assert addresses[:3] == (x.data_ptr(), *[t.data_ptr() for t in made])
+        assert [tuple(t.shape) for t in outputs] == [first, (2, tokens) if packed else (1, 2, tokens)]
+        addresses = calls[-1]
+        assert addresses[:3] == (x.data_ptr(), *[t.data_ptr() for t in outputs])
         lengths = [4 * 3 * (tokens // 2 + 1), 0, 4 * 13]
         assert all(after - before >= length for before, after, length in zip(addresses[3:], addresses[4:], lengths))
         assert all((place - addresses[3]) % 512 == 0 for place in addresses[3:])
@@ -256,7 +258,7 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
 def test_a_recording_keeps_no_tensor_of_the_call_alive(logs):
     bound = bind(scores.alibi(SLOPES.clone()), masks.causal(), torch.device("cpu"))
     operands = operands_of(bound)
-    attention = made(operands, bound.variant)
+    attention = build_attention(operands, bound.variant)
     results = run_forward(attention, operands)
     run_backward(attention, operands, results, torch.zeros_like(results.out))
     refs = [weakref.ref(t) for t in (operands.query, operands.key, operands.value, results.out, results.lse, *operands.captures)]
@@ -276,7 +278,7 @@ def test_no_tensor_stays_where_graphs_are_made(logs, name, makes, monkeypatch):
     score, mask, options = VARIANTS[name]
     bound = bind(score, mask, torch.device("cpu"))
     operands = operands_of(bound, **options)
-    attention = made(operands, bound.variant, layout=Layout.JAGGED if name == "jagged" else Layout.DENSE)
+    attention = build_attention(operands, bound.variant, layout=Layout.JAGGED if name == "jagged" else Layout.DENSE)
 
     def alive():
         gc.collect()
@@ -309,11 +311,11 @@ def test_gradients_of_parts_of_one_tensor_are_parts_of_one(logs):
         q, k, v = (t[:, :, :count] for t, count in zip(parts, (queries, keys, keys)))
         known = operands_of(bound, program=programs[queries == keys])
         operands = replace(known, query=q, key=k, value=v, cu_q=offsets[0], cu_kv=offsets[1], max_q=200, max_kv=200)
-        attention = attentions.pop() if attentions else made(operands, bound.variant, layout=Layout.JAGGED)
+        attention = attentions.pop() if attentions else build_attention(operands, bound.variant, layout=Layout.JAGGED)
         attentions.add(attention)
         results = run_forward(attention, operands)
-        found = run_backward(attention, operands, results, torch.zeros_like(results.out))
-        gradients = (found.query, found.key, found.value)
+        grads = run_backward(attention, operands, results, torch.zeros_like(results.out))
+        gradients = (grads.query, grads.key, grads.value)
         start = gradients[0].data_ptr()
         assert [t.data_ptr() - start for t in gradients] == [0, 2 * 256, 2 * 512]
         assert [t.stride()[1:] for t in gradients] == [(64, 768, 1)] * 3
@@ -329,10 +331,10 @@ def test_gradients_of_tensors_with_rows_of_their_own_have_such(logs, case):
         parts = torch.zeros(256, 13, 64, dtype=torch.bfloat16).split((4, 4, 4, 1), 1)[:3]
         query, key, value = (t[None].transpose(1, 2) for t in parts)
         operands = replace(operands, query=query, key=key, value=value)
-    attention = made(operands, bound.variant, layout=Layout.JAGGED)
+    attention = build_attention(operands, bound.variant, layout=Layout.JAGGED)
     results = run_forward(attention, operands)
-    found = run_backward(attention, operands, results, torch.zeros_like(results.out))
-    for gradient in (found.query, found.key, found.value):
+    grads = run_backward(attention, operands, results, torch.zeros_like(results.out))
+    for gradient in (grads.query, grads.key, grads.value):
         assert gradient.stride()[1:] == (64, 256, 1)
         assert gradient._base is None
 
@@ -341,7 +343,7 @@ def test_the_first_call_launches_as_every_later_one(logs):
     worked_out, launched = logs
     bound = bind(None, masks.causal(), torch.device("cpu"))
     operands = operands_of(bound)
-    attention = made(operands, bound.variant)
+    attention = build_attention(operands, bound.variant)
     run_forward(attention, operands)
     assert launched
     assert not any(entry.is_launch for entry in worked_out)  # Triton only compiles
@@ -351,12 +353,12 @@ def test_the_first_call_launches_as_every_later_one(logs):
 def test_a_pass_with_a_tensor_of_nobody_is_launched_through_triton_in_order(logs, unknown):
     worked_out, launched = logs
     query = torch.zeros(1, 1, 16, 16)
-    own = launch_builder.LaunchBuilder((query,), 0)
+    builder = launch_builder.LaunchBuilder((query,), 0)
     with compile_in_parallel():
         for n in range(3):
-            own.add(tile_tables.place_sequences, (n + 1,), *[torch.zeros(4) if n == unknown else query] * 4, 0, 256)
-        own.finish((16, 16))
-    assert own.built is None
+            builder.add(tile_tables.place_sequences, (n + 1,), *[torch.zeros(4) if n == unknown else query] * 4, 0, 256)
+        builder.finish((16, 16))
+    assert builder.built is None
     assert [entry[1][0] for entry in worked_out if entry.is_launch] == [1, 2, 3]
     assert not launched
 
@@ -364,11 +366,11 @@ def test_a_pass_with_a_tensor_of_nobody_is_launched_through_triton_in_order(logs
 def test_a_pass_that_turns_out_not_to_be_repeatable_is_launched_in_order(logs):
     worked_out, launched = logs
     query = torch.zeros(1, 1, 16, 16)
-    own = launch_builder.LaunchBuilder((query,), 0)
-    own.add(tile_tables.place_sequences, (1,), *[query] * 4, 0, 256)
-    own.forget()
-    own.add(tile_tables.place_sequences, (2,), *[query] * 4, 0, 256)
-    own.finish((16, 16))
-    assert own.built is None
+    builder = launch_builder.LaunchBuilder((query,), 0)
+    builder.add(tile_tables.place_sequences, (1,), *[query] * 4, 0, 256)
+    builder.forget()
+    builder.add(tile_tables.place_sequences, (2,), *[query] * 4, 0, 256)
+    builder.finish((16, 16))
+    assert builder.built is None
     assert [entry[1][0] for entry in worked_out if entry.is_launch] == [1, 2]
     assert not launched

@@ -85,12 +85,12 @@ def plain(value):
 @pytest.fixture
 def driver(monkeypatch):
     """The stand-in, for kernels that nothing knows from before."""
-    made, active = Driver(), triton.runtime.driver
+    stand_in, active = Driver(), triton.runtime.driver
     before = active.__dict__.copy()
-    active.set_active(made)
+    active.set_active(stand_in)
     if release() == (3, 6):  # its launcher is a C module compiled for each kernel
         monkeypatch.setattr(nvidia, "library_dirs", list)
-        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **options: SimpleNamespace(launch=made.launch))
+        monkeypatch.setattr(nvidia, "compile_module_from_src", lambda **options: SimpleNamespace(launch=stand_in.launch))
     # set by the C code that a real driver loads
     for name, value in (("PyKernelArg", SimpleNamespace), ("ARG_CONSTEXPR", 0), ("ARG_KERNEL", 1), ("ARG_TUPLE", 2)):
         monkeypatch.setattr(nvidia, name, value, raising=False)
@@ -99,7 +99,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(stream_state, "free_stream_on", lambda device: STREAM)
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
     monkeypatch.setattr(launch_cache, "_templates", WeakCache(16))
-    yield made
+    yield stand_in
     forget_compiled()
     for value in gc.get_objects():
         if issubclass(type(value), CompiledKernel):
@@ -165,12 +165,12 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
 
     def run(tensors):
         results = run_forward(attention, tensors)
-        made = [tensors.query, tensors.key, tensors.value, results.out, results.lse]
+        all_tensors = [tensors.query, tensors.key, tensors.value, results.out, results.lse]
         if grads:
             dout = torch.zeros_like(results.out)
             gradients = run_backward(attention, tensors, results, dout)
-            made += [dout, gradients.query, gradients.key, gradients.value]
-        return made
+            all_tensors += [dout, gradients.query, gradients.key, gradients.value]
+        return all_tensors
 
     kept = [run(operands)]
     count = len(driver.launches)
@@ -181,8 +181,8 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
     assert all(launch is not None for launch in direct), "the launcher looks other than foci knows it"
     expected = without_addresses(first, kept[0])
     assert expected
-    for found, wanted in zip(without_addresses(second, kept[1]), expected, strict=True):
-        assert found == wanted
+    for actual, wanted in zip(without_addresses(second, kept[1]), expected, strict=True):
+        assert actual == wanted
     if make is build_hopper_kernel:
         assert DESCRIPTION in str(second)
 
@@ -190,14 +190,14 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
 # NOW-02
 @pytest.mark.slow
 def test_row_kernels_give_the_driver_what_triton_gives_it(driver):
-    made = layernorm._Kernel(layernorm.kernels.column_sums, (), {"UNIT": 64, "TILE": 8, "BLOCK": 256, "KIND": 0}, 4)
+    row_kernel = layernorm._Kernel(layernorm.kernels.column_sums, (), {"UNIT": 64, "TILE": 8, "BLOCK": 256, "KIND": 0}, 4)
     tensors = [torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(4, 256)]
     numbers = (64, 3, 64, 16, 5, 9)
-    made.launch(0, STREAM, 3, tensors, numbers)
-    made.launch(0, STREAM, 3, tensors, numbers)
+    row_kernel.launch(0, STREAM, 3, tensors, numbers)
+    row_kernel.launch(0, STREAM, 3, tensors, numbers)
     first, second = driver.launches
     assert first == second
-    assert made._known[0][2] == (release() > (3, 6)), "arguments come as one tuple from Triton 3.7 on"
+    assert row_kernel._known[0][2] == (release() > (3, 6)), "arguments come as one tuple from Triton 3.7 on"
 
 
 # NOW-02

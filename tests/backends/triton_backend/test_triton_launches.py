@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_stand_ins import VARIANTS, made, operands_of
+from kernel_stand_ins import VARIANTS, build_attention, operands_of
 
 from foci import masks
 from foci.backends.contract import Plan
@@ -41,9 +41,9 @@ def programs(log, name):
 def test_few_queries_of_many_keys_split_the_keys(logs, q_len, group):
     bound = bind(None, masks.causal_lower_right(), torch.device("cpu"))
     operands = Operands(*tensors(2, 2 * group, 2, q_len, 4096), bound.captures, bound.ints, bound.floats, 0.125)
-    made(operands, bound.variant).forward(operands)
-    found = [name for name in names(logs[0]) if name.startswith(("attention", "combine"))]
-    assert found == ["attention_decode", "combine_splits"]
+    build_attention(operands, bound.variant).forward(operands)
+    kernels = [name for name in names(logs[0]) if name.startswith(("attention", "combine"))]
+    assert kernels == ["attention_decode", "combine_splits"]
     assert programs(logs[0], "attention_decode") >= 4 * 2 * 2  # for two sequences of two heads of keys
 
 
@@ -75,9 +75,9 @@ def test_more_heads_than_the_lesser_dims_of_a_grid_hold(logs, name):
     bound = bind(score, mask, torch.device("cpu"))
     like = operands_of(bound, **options)
     for q_len, kv_len in ((16, 16), (1, 1024)):
-        given = [t[:1, :1].expand(70000, 1, -1, -1) for t in tensors(1, 1, 1, q_len, kv_len, 16)]
-        operands = replace(like, query=given[0], key=given[1], value=given[2])
-        attention = made(operands, bound.variant, outputs=Outputs(lse=True), dropout=name == "dropout")
+        operand_tensors = [t[:1, :1].expand(70000, 1, -1, -1) for t in tensors(1, 1, 1, q_len, kv_len, 16)]
+        operands = replace(like, query=operand_tensors[0], key=operand_tensors[1], value=operand_tensors[2])
+        attention = build_attention(operands, bound.variant, outputs=Outputs(lse=True), dropout=name == "dropout")
         results = attention.forward(operands)
         if kv_len == 16:
             attention.backward(operands, results, Cotangents(torch.empty_like(results.out)))
@@ -101,15 +101,15 @@ EMPTY = {
 # SDPA-13
 @pytest.mark.parametrize("name", EMPTY)
 def test_nothing_to_attend_to_launches_nothing(logs, name):
-    given = tensors(*EMPTY[name])
-    operands = Operands(*given, PLAIN.captures, PLAIN.ints, PLAIN.floats, 0.125)
-    attention = made(replace(operands, query=tensors(1, 1, 1, 1, 1)[0]), PLAIN.variant, outputs=Outputs(lse=True, row_max=True))
+    inputs = tensors(*EMPTY[name])
+    operands = Operands(*inputs, PLAIN.captures, PLAIN.ints, PLAIN.floats, 0.125)
+    attention = build_attention(replace(operands, query=tensors(1, 1, 1, 1, 1)[0]), PLAIN.variant, outputs=Outputs(lse=True, row_max=True))
     results = attention.forward(operands)
-    assert results.out.shape == given[0].shape
+    assert results.out.shape == inputs[0].shape
     assert not results.out.any()
     assert bool((results.lse == -torch.inf).all() and (results.row_max == -torch.inf).all())
     gradients = attention.backward(operands, results, Cotangents(torch.ones_like(results.out)))
-    for tensor, gradient in zip(given, (gradients.query, gradients.key, gradients.value), strict=True):
+    for tensor, gradient in zip(inputs, (gradients.query, gradients.key, gradients.value), strict=True):
         assert gradient.shape == tensor.shape
         assert not gradient.any()
     assert logs == ([], [])

@@ -21,17 +21,17 @@ pytestmark = pytest.mark.parametrize("device", [DEVICE.type])
 @pytest.fixture
 def taken(monkeypatch):
     """Entries that each bias gradient summed over."""
-    found = []
+    entries = []
 
-    def note(builder, call, given, rows, dq, learned, target):
-        found.append(learned.entries)
-        return original(builder, call, given, rows, dq, learned, target)
+    def note(builder, call, grad_inputs, rows, dq, learned, target):
+        entries.append(learned.entries)
+        return original(builder, call, grad_inputs, rows, dq, learned, target)
 
     original = captured_grad.bias_gradient
     from foci.backends.gpu import portable_passes
 
     monkeypatch.setattr(portable_passes, "bias_gradient", note)
-    return found
+    return entries
 
 
 def tensors(*shapes):
@@ -67,15 +67,15 @@ def expected(q, k, v, bias, *, scale=None):
 )
 def test_gradients_are_those_of_the_formula(batch, bias_batch, kv_len, stretch, heads, scale, device, taken, monkeypatch):
     monkeypatch.setattr(captured_grad, "_STRETCH", stretch)
-    given = tensors(
+    inputs = tensors(
         (batch, heads[0], 19, 24), (batch, heads[1], kv_len, 24), (batch, heads[1], kv_len, 24), (bias_batch, heads[0], 19, kv_len)
     )
-    found = gradients(*given, scale=scale)
+    grads = gradients(*inputs, scale=scale)
     assert taken == [batch // bias_batch]
-    for got, want in zip(found, expected(*given, scale=scale), strict=True):
+    for got, want in zip(grads, expected(*inputs, scale=scale), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-5)
     if DEVICE.type == "cuda":  # the interpreter has one thread: programs run in the same order again
-        for got, again in zip(found, gradients(*given, scale=scale), strict=True):
+        for got, again in zip(grads, gradients(*inputs, scale=scale), strict=True):
             assert torch.equal(got, again)
 
 

@@ -38,15 +38,15 @@ OTHERS = {
 def test_a_line_is_what_is_added_and_rises_evenly(name, streaming):
     bound = bind(LINES[name], None, torch.device("cpu"))
     score = triton.cast_coordinates_early(bound.variant.score)
-    found = affine_in_keys(score, streaming)
+    line = affine_in_keys(score, streaming)
     if streaming == "q_idx" and name == "a number for each head":
-        assert found is None  # flat from query to query
+        assert line is None  # flat from query to query
         return
-    assert found is not None
+    assert line is not None
     variables = {"b": torch.tensor(0), "h": torch.tensor(1), "q_idx": torch.arange(31)[:, None], "kv_idx": torch.arange(37)}
     env = Env({n: v.to(torch.int32) for n, v in variables.items()} | {"score": torch.tensor(0.0)}, bound.captures, bound.ints, bound.floats)
-    whole, added, rise = evaluate((score, *found), env)
-    torch.testing.assert_close(added.expand(31, 37), whole.expand(31, 37))
+    score_value, added, rise = evaluate((score, *line), env)
+    torch.testing.assert_close(added.expand(31, 37), score_value.expand(31, 37))
     steps = added.expand(31, 37).diff(dim=1 if streaming == "kv_idx" else 0)
     torch.testing.assert_close(steps, torch.as_tensor(rise).expand(steps.shape))
 

@@ -21,12 +21,12 @@ VARIANTS = {**VARIANTS, "row_max": (None, None, {})}
 def arguments(name):
     """Of the operator, in tensors of their own."""
     score, mask, how = VARIANTS[name]
-    found = bind(score, mask, torch.device("cpu"))
-    operands = operands_of(found, **how)
-    return flatten(Formula(found.variant, outputs=Outputs(row_max=name == "row_max"), dropout="seed" in how), operands, None)
+    bound = bind(score, mask, torch.device("cpu"))
+    operands = operands_of(bound, **how)
+    return flatten(Formula(bound.variant, outputs=Outputs(row_max=name == "row_max"), dropout="seed" in how), operands, None)
 
 
-def given(args, dlse=None):
+def backward_inputs(args, dlse=None):
     """Of the backward operator, but for its operands."""
     out, lse, *_ = op_impl.results(*args)
     return (torch.zeros_like(out), dlse and torch.zeros_like(lse), None, None, out, lse, "1110"[: 3 + len(args[3])])
@@ -37,23 +37,23 @@ def known(name, place, dlse=None):
     place = (kind := place)(fixed=True)
     for _ in range(2):
         args = arguments(name)
-        args = args if kind is Forward else (*given(args, dlse), *args)
+        args = args if kind is Forward else (*backward_inputs(args, dlse), *args)
         place(*args)
     return place, args
 
 
 def tensors_of(*args):
-    found = []
+    tensors = []
     for arg in args:
-        found += tensors_of(*arg) if isinstance(arg, (tuple, list)) else [arg] if isinstance(arg, torch.Tensor) else []
-    return found
+        tensors += tensors_of(*arg) if isinstance(arg, (tuple, list)) else [arg] if isinstance(arg, torch.Tensor) else []
+    return tensors
 
 
 def noted(log, run):
     """What is launched, and what comes of it."""
     del log[:]
-    made = run()
-    return log[:], made
+    results = run()
+    return log[:], results
 
 
 @pytest.mark.parametrize("kind", [Forward, Backward])
@@ -62,14 +62,14 @@ def test_a_place_launches_what_a_call_does(launched, name, kind):
     worked_out, log = launched
     place, args = known(name, kind)
     del worked_out[:]
-    called, made = noted(log, lambda: place(*args))
-    wanted, found = noted(log, lambda: op_impl.results(*args) if kind is Forward else op_impl.gradients(*args))
-    assert placed(called, tensors_of(args, made)) == placed(wanted, tensors_of(args, found))
+    called, actual = noted(log, lambda: place(*args))
+    wanted, expected = noted(log, lambda: op_impl.results(*args) if kind is Forward else op_impl.gradients(*args))
+    assert placed(called, tensors_of(args, actual)) == placed(wanted, tensors_of(args, expected))
     assert called
     assert not worked_out
     if kind is Forward:
-        assert [t is None for t in made] == [False, False, name != "row_max", True, True]
-    for one, other in zip(made, found, strict=True):
+        assert [t is None for t in actual] == [False, False, name != "row_max", True, True]
+    for one, other in zip(actual, expected, strict=True):
         assert one is None or (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
@@ -78,10 +78,10 @@ def test_rows_of_gradients_are_launched_where_they_lie(launched, name):
     worked_out, log = launched
     place, args = known(name, BackwardRows)
     del worked_out[:]
-    called, made = noted(log, lambda: place(*args))
+    called, rows = noted(log, lambda: place(*args))
     assert not worked_out
-    assert (made.shape, made.stride()) == ((2, 256, 3 * 256), (256 * 3 * 256, 3 * 256, 1))
-    called = placed(called, tensors_of(args, made))
+    assert (rows.shape, rows.stride()) == ((2, 256, 3 * 256), (256 * 3 * 256, 3 * 256, 1))
+    called = placed(called, tensors_of(args, rows))
     (number,) = {part[0] for part in flat_pairs(called) if part[1] == 512}
     assert {(number, 0), (number, 512), (number, 1024)} <= set(flat_pairs(called))
     _, apart = noted(log, lambda: op_impl.gradients(*args))  # is another pass
@@ -100,9 +100,9 @@ def flat_pairs(value):
 
 def test_the_gradient_of_lse_has_its_place(launched):
     place, args = known("plain", Backward, dlse=True)
-    called, made = noted(launched[1], lambda: place(*args))
+    called, gradients = noted(launched[1], lambda: place(*args))
     assert args[1].data_ptr() in flat(called)
-    assert len(made) == 3
+    assert len(gradients) == 3
 
 
 def flat(value):

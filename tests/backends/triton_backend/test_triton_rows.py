@@ -28,9 +28,9 @@ def rand(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
-def assert_close(found, sought):
+def assert_close(actual, sought):
     scale = float(sought.abs().max().clamp(min=1e-3))
-    assert float((found.double() - sought).abs().max()) <= scale * ERRORS[found.dtype]
+    assert float((actual.double() - sought).abs().max()) <= scale * ERRORS[actual.dtype]
 
 
 def normed(x, scale, shift):
@@ -84,12 +84,12 @@ class TestRows:
         before = h.double().requires_grad_()
         behind = torch.relu(before) if kind == 1 else torch.nn.functional.gelu(before)
         (sought,) = torch.autograd.grad(behind, before, dh.double())
-        found = dh.clone()
-        sums.columns(FIRST, found, h.relu() if kind == 1 else h)
-        assert_close(found, sought)
+        actual = dh.clone()
+        sums.columns(FIRST, actual, h.relu() if kind == 1 else h)
+        assert_close(actual, sought)
         by_name = dict(sums.finish())
         assert by_name.keys() == {NORM, NORM + 1, BIAS, FIRST, 1}
-        expected = {NORM: dy.double() * apart, NORM + 1: dy.double(), BIAS: dx.double(), FIRST: found.double(), 1: dh.double()}
+        expected = {NORM: dy.double() * apart, NORM + 1: dy.double(), BIAS: dx.double(), FIRST: actual.double(), 1: dh.double()}
         for name, terms in expected.items():
             assert_close(by_name[name], terms.sum(0))
             assert by_name[name].data_ptr() % 16 == 0
@@ -102,8 +102,8 @@ class TestRows:
         assert place.norm(wide[:, 32:], None, None, None, 1e-5, keeps=False) is None
         sums = Backward(torch.float32, 32, [], [Column(1, 32, 0)]).of(x)
         sums.columns(1, wide[:, 1:33])
-        ((_, found),) = sums.finish()
-        assert_close(found, wide[:, 1:33].double().sum(0))
+        ((_, actual),) = sums.finish()
+        assert_close(actual, wide[:, 1:33].double().sum(0))
         assert Rows.of(x.double()) is None
         assert Rows.of(x.new_empty(1, 10000)) is None
 
@@ -120,9 +120,9 @@ class TestRows:
 
         def run(by_rows):
             def place(*args, **options):
-                found = layer_rows(*args, **options) if by_rows else None
-                taken.append(found is not None)
-                return found
+                rows = layer_rows(*args, **options) if by_rows else None
+                taken.append(rows is not None)
+                return rows
 
             monkeypatch.setattr(fused_encoder, "layer_rows", place)
             torch.manual_seed(1)
@@ -130,8 +130,8 @@ class TestRows:
             out = model(x, src_key_padding_mask=packing)
             return out, *torch.autograd.grad(out, (x, *model.parameters()), rand(12, 24, dtype=torch.float32).flip(0))
 
-        for found, sought in zip(run(by_rows=True), run(by_rows=False), strict=True):
-            assert_close(found.detach(), sought.detach().double())
+        for actual, sought in zip(run(by_rows=True), run(by_rows=False), strict=True):
+            assert_close(actual.detach(), sought.detach().double())
         assert taken == [True, False]
 
 
@@ -140,7 +140,7 @@ class TestRows:
 def test_kernels_compile_without_spills(arch, stand_in):
     from triton.runtime.jit import MockTensor
 
-    found = stand_in({layernorm_kernels: ("norm_sum", "norm_gradient", "column_sums", "finish_sums")}, arch)
+    kernels = stand_in({layernorm_kernels: ("norm_sum", "norm_gradient", "column_sums", "finish_sums")}, arch)
     for cached in (layernorm._norm_sum, layernorm._norm_gradient, layernorm._column_sums, layernorm._finish):
         cached.cache_clear()
     half, single = torch.bfloat16, torch.float32
@@ -151,7 +151,7 @@ def test_kernels_compile_without_spills(arch, stand_in):
         kernel._function[(1,)](*map(MockTensor.wrap_dtype, kernel._example), **kernel._options)
     for cached in (layernorm._norm_sum, layernorm._norm_gradient, layernorm._column_sums, layernorm._finish):
         cached.cache_clear()
-    assert [one.name for one in found] == ["norm_sum", *["norm_gradient"] * 3, "column_sums", "finish_sums"]
-    for one in found:
+    assert [one.name for one in kernels] == ["norm_sum", *["norm_gradient"] * 3, "column_sums", "finish_sums"]
+    for one in kernels:
         assert not one.stack, one.name
         assert "ld.global.v4" in one.ptx or "v4.b32" in one.ptx, one.name

@@ -63,22 +63,22 @@ def test_results_and_gradients_are_those_of_the_formula(name):
     case = CASES[name]
     problem, operands = asked(case)
     target = Target("cuda", 10 * torch.cuda.get_device_capability()[0] if DEVICE.type == "cuda" else 0, frozenset({"triton"}))
-    made = build_kernel(Plan("triton", problem, target))
-    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), LaunchBuilder((), None)).line is not None
+    kernel = build_kernel(Plan("triton", problem, target))
+    assert kernel.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), LaunchBuilder((), None)).line is not None
     if case.turned:
-        kind = made.backward_pass.key_kind
-        made.schedules[kind] = dataclasses.replace(made.builder.schedule(kind), turned=True)
+        kind = kernel.backward_pass.key_kind
+        kernel.schedules[kind] = dataclasses.replace(kernel.builder.schedule(kind), turned=True)
     reference = load("reference").build(Plan("reference", dataclasses.replace(problem, dtype=torch.float64), target))
     wide = dataclasses.replace(
         operands, query=operands.query.double(), key=operands.key.double(), value=operands.value.double(),
         captures=tuple(t.double() if t.is_floating_point() else t for t in operands.captures),
     )  # fmt: skip
-    found, wanted = made.forward(operands), reference.forward(wide)
-    torch.testing.assert_close(found.lse.double(), wanted.lse.double(), rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(found.row_max.double(), wanted.row_max.double(), rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(found.out.double(), wanted.out, rtol=4e-3, atol=3e-3)
-    dout = torch.randn(found.out.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.float16)
-    got = made.backward(operands, found, Cotangents(dout))
+    results, wanted = kernel.forward(operands), reference.forward(wide)
+    torch.testing.assert_close(results.lse.double(), wanted.lse.double(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(results.row_max.double(), wanted.row_max.double(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(results.out.double(), wanted.out, rtol=4e-3, atol=3e-3)
+    dout = torch.randn(results.out.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.float16)
+    got = kernel.backward(operands, results, Cotangents(dout))
     right = reference.backward(wide, wanted, Cotangents(dout.double()))
     for ours, exact in ((got.query, right.query), (got.key, right.key), (got.value, right.value)):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=1e-2)
@@ -104,5 +104,5 @@ def asked(case):
 @pytest.mark.parametrize("scale", [0.0, 1e-9])
 def test_a_scale_that_numbers_cannot_be_divided_by_takes_the_score(scale):
     problem, operands = asked(Case(scale=scale))
-    made = build_kernel(Plan("triton", problem, Target("cuda", 0, frozenset({"triton"}))))
-    assert made.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), LaunchBuilder((), None)).line is None
+    kernel = build_kernel(Plan("triton", problem, Target("cuda", 0, frozenset({"triton"}))))
+    assert kernel.builder.begin(operands, {"out": operands.query}, operand_sequences(operands), LaunchBuilder((), None)).line is None

@@ -97,15 +97,15 @@ def taken(monkeypatch):
     """The kernels that split keys, pass by pass."""
     from foci.backends.gpu.portable_passes import PortableForward
 
-    found = []
+    kinds = []
     original = PortableForward._decode
 
     def note(self, call, kind, outputs):
-        found.append(kind)
+        kinds.append(kind)
         original(self, call, kind, outputs)
 
     monkeypatch.setattr(PortableForward, "_decode", note)
-    return found
+    return kinds
 
 
 def tensors(case, dtype):
@@ -115,18 +115,18 @@ def tensors(case, dtype):
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
-def passes(backend, given, options, bias=None):
+def passes(backend, inputs, options, bias=None):
     """out, lse, row_max and gradients, of lse too."""
     torch.manual_seed(5)
     with foci.use(backend):
-        out, aux = foci.attention(*given, **options, return_aux=foci.AuxRequest(lse=True, row_max=True))
+        out, aux = foci.attention(*inputs, **options, return_aux=foci.AuxRequest(lse=True, row_max=True))
     finite = torch.where(aux.lse.isfinite(), aux.lse, 0.0)
     learned = () if bias is None else (bias,)
-    return [out, aux.lse, aux.row_max, *torch.autograd.grad((out.float() * 0.5).square().sum() + finite.sum(), (*given, *learned))]
+    return [out, aux.lse, aux.row_max, *torch.autograd.grad((out.float() * 0.5).square().sum() + finite.sum(), (*inputs, *learned))]
 
 
-def assert_close(found, sought, atol):
-    for n, (a, b) in enumerate(zip(found, sought, strict=True)):
+def assert_close(actual, sought, atol):
+    for n, (a, b) in enumerate(zip(actual, sought, strict=True)):
         torch.testing.assert_close(a.double(), b.double(), atol=atol, rtol=atol, msg=lambda said, n=n: f"{n}: {said}")
 
 
@@ -138,21 +138,21 @@ runs = pytest.mark.skipif(not IS_RUN, reason="kernels run on a GPU or in the int
 @pytest.mark.parametrize("name", CASES)
 def test_split_keys_give_the_numbers_of_the_formula(name, taken):
     case = CASES[name]
-    given = tensors(case, torch.float32)
-    found = passes("triton", given, case[-1])
+    inputs = tensors(case, torch.float32)
+    actual = passes("triton", inputs, case[-1])
     assert taken == ["split" if case[1][0] // case[1][1] * case[2][0] > 64 else "decode"]
-    assert_close(found, passes("reference", given, case[-1]), 2e-4)
+    assert_close(actual, passes("reference", inputs, case[-1]), 2e-4)
 
 
 @runs
 @pytest.mark.skipif(HAS_GPU, reason="so few keys are split in the interpreter alone")
 def test_captured_tensors_learn_where_keys_are_split(taken):
     case = (1, (6, 2), (24, 170), (16, 16), {})
-    given, bias = tensors(case, torch.float32), torch.randn(6, 24, 170, requires_grad=True)
+    inputs, bias = tensors(case, torch.float32), torch.randn(6, 24, 170, requires_grad=True)
     options = {"score": foci.Score(lambda s, b, h, q, k: s + bias[h, q, k]), "mask": masks.causal_lower_right()}
-    found = passes("triton", given, options, bias)
+    actual = passes("triton", inputs, options, bias)
     assert taken == ["split"]
-    assert_close(found, passes("reference", given, options, bias), 2e-4)
+    assert_close(actual, passes("reference", inputs, options, bias), 2e-4)
 
 
 @runs
@@ -175,11 +175,11 @@ def test_large_scores_of_two_splits_are_told_apart(large, apart, taken):
     "options", [{"mask": foci.Mask(lambda b, h, q, k: k <= q + 20 * h)}, {"block_mask": True}], ids=["heads", "blocks"]
 )
 def test_masks_of_heads_and_block_masks_split_nothing(options, taken):
-    given = tensors((1, (6, 2), (24, 170), (16, 16), {}), torch.float32)
+    inputs = tensors((1, (6, 2), (24, 170), (16, 16), {}), torch.float32)
     if "block_mask" in options:
         options = {"mask": foci.create_block_mask(masks.causal_lower_right(), 1, 1, 24, 170, device="cpu", BLOCK_SIZE=16)}
     with foci.use("triton"):
-        foci.attention(*given, **options)
+        foci.attention(*inputs, **options)
     assert not taken
 
 
@@ -199,27 +199,27 @@ def test_long_keys_are_split_on_a_gpu(name, dtype, backend, taken):
     case = LONG[name]
     if dtype == torch.float32 and max(case[3]) > 128:
         pytest.skip("of heads of 128 at most")
-    given = tensors(case, dtype)
-    found = passes(backend, given, case[-1])
+    inputs = tensors(case, dtype)
+    actual = passes(backend, inputs, case[-1])
     assert taken == ["split" if case[1][0] // case[1][1] * case[2][0] > 64 else "decode"]
-    exact = passes("reference", [t.detach().double().requires_grad_() for t in given], case[-1])
-    assert_close(found[:3], exact[:3], 2e-2 if dtype == torch.bfloat16 else 1e-4)
-    for got, want in zip(found[3:], exact[3:], strict=True):
+    exact = passes("reference", [t.detach().double().requires_grad_() for t in inputs], case[-1])
+    assert_close(actual[:3], exact[:3], 2e-2 if dtype == torch.bfloat16 else 1e-4)
+    for got, want in zip(actual[3:], exact[3:], strict=True):
         error = (got.double() - want).abs().max() / want.abs().max()
         assert error < (2e-2 if dtype == torch.bfloat16 else 1e-4)
-    again = passes(backend, given, case[-1])
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))  # a known call, and the same bits
+    again = passes(backend, inputs, case[-1])
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))  # a known call, and the same bits
 
 
 @on_gpu
 def test_known_calls_and_new_lengths_are_split_as_they_are(taken):
     for keys in (4096, 4000, 4096, 2100, 4000):
         for queries in (128, 90, 128):
-            given = [t.detach() for t in tensors((1, (16, 4), (queries, keys), (64, 64), {}), torch.bfloat16)]
+            inputs = [t.detach() for t in tensors((1, (16, 4), (queries, keys), (64, 64), {}), torch.bfloat16)]
             with foci.use("triton"):
-                out = foci.attention(*given, mask=masks.causal_lower_right())
+                out = foci.attention(*inputs, mask=masks.causal_lower_right())
             with foci.use("reference"):
-                sought = foci.attention(*given, mask=masks.causal_lower_right())
+                sought = foci.attention(*inputs, mask=masks.causal_lower_right())
             torch.testing.assert_close(out, sought, atol=2e-2, rtol=2e-2)
 
 
@@ -233,9 +233,9 @@ def test_new_lengths_compile_nothing_where_keys_are_split():
 
     counts = []
     for batch, queries, keys in ((1, 100, 4000), (2, 128, 4096), (1, 65, 1025), (1, 256, 2048), (1, 128, 16384)):
-        given = [t.detach() for t in tensors((batch, (16, 16), (queries, keys), (64, 64), {}), torch.bfloat16)]
+        inputs = [t.detach() for t in tensors((batch, (16, 16), (queries, keys), (64, 64), {}), torch.bfloat16)]
         with foci.use("triton"):
-            foci.attention(*given)
+            foci.attention(*inputs)
         counts.append(compiled())
     assert len(set(counts)) == 1
 
@@ -243,19 +243,19 @@ def test_new_lengths_compile_nothing_where_keys_are_split():
 @on_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_cuda_graph_replays_split_keys(dim):
-    given = [t.detach() for t in tensors((1, (16, 16), (128, 4096), (dim, dim), {}), torch.bfloat16)]
+    inputs = [t.detach() for t in tensors((1, (16, 16), (128, 4096), (dim, dim), {}), torch.bfloat16)]
     with foci.use("triton"):
-        foci.attention(*given)
+        foci.attention(*inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = foci.attention(*given)
-        for t in given:
+            captured = foci.attention(*inputs)
+        for t in inputs:
             t.copy_(torch.randn_like(t))
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(captured, foci.attention(*given))
-    sought = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in given), scale=1 / math.sqrt(dim))
+        assert torch.equal(captured, foci.attention(*inputs))
+    sought = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in inputs), scale=1 / math.sqrt(dim))
     torch.testing.assert_close(captured.double(), sought, atol=2e-2, rtol=2e-2)
 
 
@@ -266,6 +266,6 @@ def test_compiled_code_splits_keys():
 
     step = torch.compile(attend, dynamic=True, fullgraph=True)
     for queries, keys in several((128, 4096), (100, 3000), (128, 512)):
-        given = [t.detach() for t in tensors((1, (16, 4), (queries, keys), (64, 64), {}), torch.bfloat16)]
+        inputs = [t.detach() for t in tensors((1, (16, 4), (queries, keys), (64, 64), {}), torch.bfloat16)]
         with foci.use("triton"):
-            torch.testing.assert_close(step(*given), attend(*given))
+            torch.testing.assert_close(step(*inputs), attend(*inputs))

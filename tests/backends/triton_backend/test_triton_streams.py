@@ -44,6 +44,6 @@ def test_rows_beyond_a_sequence_read_as_zeros(heads, is_transposed, edge):
             for first in range(0, length, 16):
                 read_tile[(1,)](stream_operand(config, 16, total, packed), out, h, start, first, length, config, edge)
                 wanted = torch.zeros_like(out)
-                own = packed[0, h, start + first : start + min(first + 16, length)]
-                wanted[: own.shape[0]] = own
+                sequence_rows = packed[0, h, start + first : start + min(first + 16, length)]
+                wanted[: sequence_rows.shape[0]] = sequence_rows
                 assert torch.equal(out, wanted), (i, h, first)

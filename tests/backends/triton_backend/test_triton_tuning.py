@@ -43,8 +43,8 @@ def plan(score=None, mask=None, *, arch=90, dim=128, dtype=torch.bfloat16, block
 class Pretended(Kernel):
     """A kernel that launches what `kinds` say, and takes as long as `cost` says."""
 
-    def __init__(self, given, cost, kinds=(("forward",), ("query_gradient", "key_gradient"))):
-        self.plan, self.cost, self.kinds, self.schedules = given, cost, kinds, {}
+    def __init__(self, asked, cost, kinds=(("forward",), ("query_gradient", "key_gradient"))):
+        self.plan, self.cost, self.kinds, self.schedules = asked, cost, kinds, {}
 
     def run(self, kinds):
         p, seconds = self.plan.problem, 0.0
@@ -62,13 +62,13 @@ class Pretended(Kernel):
         return self
 
 
-def tuned(given, cost, store, log=None):
+def tuned(asked, cost, store, log=None):
     def time(run):
         if log is not None:
             log.append(run)
         return run().seconds
 
-    return TunedKernel(given, lambda p: Pretended(p, cost), store=store, time=time, device="pretended GPU")
+    return TunedKernel(asked, lambda p: Pretended(p, cost), store=store, time=time, device="pretended GPU")
 
 
 def operands():
@@ -87,18 +87,18 @@ def passes(kernel):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("score", [None, scores.bias(TABLE)])
 def test_candidates_fit_shared_memory(arch, dtype, dim, score):
-    given = plan(score, masks.causal(), arch=arch, dim=dim, dtype=dtype)
-    scratch = tile_bytes(given.problem.variant)
+    asked = plan(score, masks.causal(), arch=arch, dim=dim, dtype=dtype)
+    scratch = tile_bytes(asked.problem.variant)
     for kind in KINDS:
-        own = schedule_for(kind, arch, (dim, dim), dtype.itemsize, scratch=scratch)
-        found = list_candidates(kind, given)
-        assert (found[0] if found else None) == own
-        assert len(set(found)) == len(found) <= 24
-        for schedule in found:
+        default = schedule_for(kind, arch, (dim, dim), dtype.itemsize, scratch=scratch)
+        candidates = list_candidates(kind, asked)
+        assert (candidates[0] if candidates else None) == default
+        assert len(set(candidates)) == len(candidates) <= 24
+        for schedule in candidates:
             assert shared_bytes(kind, schedule, (dim, dim), dtype.itemsize, scratch=scratch) <= find(arch).shared_bytes
             assert arch >= 90 or not schedule.descriptors
         if dtype == torch.bfloat16 and dim <= 128:
-            assert len(found) > 4
+            assert len(candidates) > 4
 
 
 def test_candidates_divide_the_blocks_of_a_block_mask():
@@ -113,13 +113,13 @@ def by_tiles(kind, schedule):
 
 
 def test_the_fastest_of_each_kernel_is_chosen_kept_and_found_again(tmp_path):
-    given, first_log, second_log = plan(), [], []
-    first = passes(tuned(given, by_tiles, Store(tmp_path), first_log))
+    asked, first_log, second_log = plan(), [], []
+    first = passes(tuned(asked, by_tiles, Store(tmp_path), first_log))
     for kind in ("forward", "query_gradient", "key_gradient"):
-        assert first[kind] == min(list_candidates(kind, given), key=lambda s: by_tiles(kind, s))
-    assert len(first_log) == sum(len(list_candidates(kind, given)) for kind in first)
+        assert first[kind] == min(list_candidates(kind, asked), key=lambda s: by_tiles(kind, s))
+    assert len(first_log) == sum(len(list_candidates(kind, asked)) for kind in first)
     # another process: nothing is timed, whatever the times would be now
-    second = passes(tuned(given, lambda kind, schedule: -by_tiles(kind, schedule), Store(tmp_path), second_log))
+    second = passes(tuned(asked, lambda kind, schedule: -by_tiles(kind, schedule), Store(tmp_path), second_log))
     assert second == first
     assert second_log == []
 
@@ -150,23 +150,23 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_is_not_believed(name, tmp_path):
-    given, log = plan(), []
-    first = passes(tuned(given, by_tiles, Store(tmp_path)))
+    asked, log = plan(), []
+    first = passes(tuned(asked, by_tiles, Store(tmp_path)))
     (path,) = tmp_path.glob("*.json")
     DAMAGE[name](path)
-    assert passes(tuned(given, by_tiles, Store(tmp_path), log)) == first
+    assert passes(tuned(asked, by_tiles, Store(tmp_path), log)) == first
     assert log
     log.clear()
-    assert passes(tuned(given, by_tiles, Store(tmp_path), log)) == first  # written anew
+    assert passes(tuned(asked, by_tiles, Store(tmp_path), log)) == first  # written anew
     assert not log
     assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0
 
 
 def test_a_stored_schedule_that_is_no_candidate_is_not_run(tmp_path):
-    given = plan()
-    Store(tmp_path).write(tuning_key(given, "pretended GPU"), {"forward": Schedule(1024, 1024, 4, 9)})
-    found = passes(tuned(given, by_tiles, Store(tmp_path)))
-    assert found["forward"] in list_candidates("forward", given)
+    asked = plan()
+    Store(tmp_path).write(tuning_key(asked, "pretended GPU"), {"forward": Schedule(1024, 1024, 4, 9)})
+    schedules = passes(tuned(asked, by_tiles, Store(tmp_path)))
+    assert schedules["forward"] in list_candidates("forward", asked)
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["schedules"]["forward"]["tile_q"] != 1024
 

@@ -49,8 +49,8 @@ def begun(mask):
         Formula(bound.variant), torch.float16, 16, 16, 2, 2, 2, ROWS, COLUMNS, False, False, False, (False,) * len(bound.captures)
     )
     arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    made = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
-    return made, made.builder.begin(operands, {"out": query}, tile_tables.Sequences(), LaunchBuilder((), None))
+    attention = build_kernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
+    return attention, attention.builder.begin(operands, {"out": query}, tile_tables.Sequences(), LaunchBuilder((), None))
 
 
 def kept_by(mask):
@@ -69,17 +69,17 @@ def visited(visits, b, h, task):
     if visits.mode == "ranges":
         low, full, behind, high = counts
         return set(range(full, behind)), set(range(low, full)) | set(range(behind, high))
-    found = table.lists[row].tolist()
-    return set(found[: counts[0]]), set(found[counts[0] : counts[0] + counts[1]])
+    tiles = table.lists[row].tolist()
+    return set(tiles[: counts[0]]), set(tiles[counts[0] : counts[0] + counts[1]])
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_tiles_are_those_the_mask_keeps(name, tiles):
-    made, call = begun(MASKS[name])
+    attention, call = begun(MASKS[name])
     kept = kept_by(MASKS[name])
     for side in ("queries", "keys"):
-        visits = tile_tables.build_visits(made.builder, call, Schedule(*tiles, 4, 1), side)
+        visits = tile_tables.build_visits(attention.builder, call, Schedule(*tiles, 4, 1), side)
         by_task, tile, other = (kept, *tiles) if side == "queries" else (kept.transpose(2, 3), *tiles[::-1])
         assert visits.tasks == -(-by_task.shape[2] // tile)
         for b, h, task in ((b, h, task) for b in range(2) for h in range(2) for task in range(visits.tasks)):
@@ -93,25 +93,25 @@ def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
     looked = []
     real = tile_tables.classify_tiles
     monkeypatch.setattr(tile_tables, "classify_tiles", Noted(real, looked))
-    made, call = begun(MASKS["documents"])
+    attention, call = begun(MASKS["documents"])
     for tiles, side in (((128, 64), "queries"), ((64, 64), "queries"), ((64, 128), "keys")):
-        tile_tables.build_visits(made.builder, call, Schedule(*tiles, 4, 2), side)
+        tile_tables.build_visits(attention.builder, call, Schedule(*tiles, 4, 2), side)
     assert len(looked) == 1
-    found = tile_tables.build_visits(made.builder, call, Schedule(64, 64, 4, 2), "queries")
-    assert tile_tables.build_visits(made.builder, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is found
-    tile_tables.build_visits(made.builder, call, Schedule(32, 64, 4, 2), "queries")
+    visits = tile_tables.build_visits(attention.builder, call, Schedule(64, 64, 4, 2), "queries")
+    assert tile_tables.build_visits(attention.builder, call, Schedule(64, 64, 8, 3, descriptors=True), "queries") is visits
+    tile_tables.build_visits(attention.builder, call, Schedule(32, 64, 4, 2), "queries")
     assert len(looked) == 2
 
 
 LENGTHS = [5, 0, 130, 64, 130, 1, 63]
 
 
-def placed(lengths, others):
+def placed(lengths, kv_lengths):
     """Sequences whose queries have such lengths, and their keys `others`."""
     places = [
-        torch.tensor(given, dtype=torch.int32, device=DEVICE)
-        for n in (lengths, others)
-        for given in ([10 + sum(n[:i]) for i in range(len(n))], n)
+        torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        for n in (lengths, kv_lengths)
+        for values in ([10 + sum(n[:i]) for i in range(len(n))], n)
     ]
     return tile_tables.Sequences(*places)
 
@@ -119,8 +119,8 @@ def placed(lengths, others):
 @pytest.mark.parametrize("is_by_query", [True, False])
 @pytest.mark.parametrize("spare", [1, 2, 200])
 def test_tasks_say_where_their_sequences_lie(spare, is_by_query):
-    others = [9, 7, 300, 0, 20, 64, 2]
-    sequences = placed(*((LENGTHS, others) if is_by_query else (others, LENGTHS)))
+    other_lengths = [9, 7, 300, 0, 20, 64, 2]
+    sequences = placed(*((LENGTHS, other_lengths) if is_by_query else (other_lengths, LENGTHS)))
     tiles = [-(-n // 64) for n in LENGTHS]
     table = tile_tables._assigned(sequences, 64, sum(tiles) + spare, is_by_query=is_by_query).tolist()
     order = sorted(range(len(LENGTHS)), key=lambda b: (-LENGTHS[b], b))
@@ -132,30 +132,30 @@ def test_tasks_say_where_their_sequences_lie(spare, is_by_query):
 @pytest.mark.parametrize("count", [7, 300])
 def test_tasks_of_queries_come_by_their_work(count):
     draw, tile, other = random.Random(count), 192, 128
-    lengths, others = ([draw.choice([0, 1, 60, 70, 140, 191, 192, 256, 300, 700]) for _ in range(count)] for _ in range(2))
-    sequences = placed(lengths, others)
+    lengths, kv_lengths = ([draw.choice([0, 1, 60, 70, 140, 191, 192, 256, 300, 700]) for _ in range(count)] for _ in range(2))
+    sequences = placed(lengths, kv_lengths)
     tiles = [-(-n // tile) for n in lengths]
     table = tile_tables._assigned(sequences, tile, sum(tiles) + 2, is_by_query=True, other=other).tolist()
     tasks = [(b, n) for b in range(count) for n in range(tiles[b])]
 
     def work(task):
         b, n = task
-        return -(-others[b] // other) * (1 + -(-min(tile, lengths[b] - n * tile) // 64))
+        return -(-kv_lengths[b] // other) * (1 + -(-min(tile, lengths[b] - n * tile) // 64))
 
-    found = [tuple(row[:2]) for row in table[1:-1]]
-    assert sorted(found) == tasks
-    assert [work(task) for task in found] == sorted(map(work, tasks), reverse=True)
+    order = [tuple(row[:2]) for row in table[1:-1]]
+    assert sorted(order) == tasks
+    assert [work(task) for task in order] == sorted(map(work, tasks), reverse=True)
     # of as much work, those of a sequence together
-    assert [(-work(task), task[0]) for task in found] == sorted((-work(task), task[0]) for task in found)
-    assert [row[2:6] for row in table[1:-1]] == [[t[b].item() for t in sequences.tensors] for b, _ in found]
+    assert [(-work(task), task[0]) for task in order] == sorted((-work(task), task[0]) for task in order)
+    assert [row[2:6] for row in table[1:-1]] == [[t[b].item() for t in sequences.tensors] for b, _ in order]
     assert [row[:2] for row in (table[0], table[-1])] == [[-1, 0], [-1, 1]]
     assert table[0][2] == 0
 
 
 @triton.jit
-def note_places(found, size, spans, c):
+def note_places(places, size, spans, c):
     b, memory_b, h, task, tile = find_task(size, spans, c, True)
-    at = found + 4 * tl.program_id(0)
+    at = places + 4 * tl.program_id(0)
     tl.store(at, b)
     tl.store(at + 1, h)
     tl.store(at + 2, task)
@@ -169,12 +169,12 @@ def test_programs_have_each_head_of_each_task_once(heads, together):
     count = sum(-(-n // 64) for n in LENGTHS) + 3
     table = tile_tables._assigned(sequences, 64, count, is_by_query=True)
     spans = Spans(table, *sequences.tensors, encode(len(LENGTHS)), encode(together))
-    found = torch.full((heads * count, 4), -7, dtype=torch.int32, device=DEVICE)
+    places = torch.full((heads * count, 4), -7, dtype=torch.int32, device=DEVICE)
     size = Size(*map(encode, (1, heads, 1, count, sum(LENGTHS), sum(LENGTHS))))
-    note_places[(heads * count,)](found, size, spans, table_config(64, 64, is_packed=True))
+    note_places[(heads * count,)](places, size, spans, table_config(64, 64, is_packed=True))
     wanted = [[b, h, task, tile] for task, (b, tile) in enumerate(table[:, :2].tolist()) for h in range(heads)]
-    assert sorted(found.tolist()) == sorted(wanted)
-    assert (found.tolist() == wanted) is (together or heads <= 8)
+    assert sorted(places.tolist()) == sorted(wanted)
+    assert (places.tolist() == wanted) is (together or heads <= 8)
 
 
 @pytest.mark.parametrize("room", [1, 2, 5])
@@ -183,17 +183,17 @@ def test_no_task_is_written_beyond_the_table(room, monkeypatch):
     allocated = []
 
     def within(self, shape, strides, dtype, like):
-        whole = torch.full((room + 40, 8), 77, dtype=dtype, device=like.device)
-        allocated.append(whole)
-        return whole[:room]
+        buffer = torch.full((room + 40, 8), 77, dtype=dtype, device=like.device)
+        allocated.append(buffer)
+        return buffer[:room]
 
     monkeypatch.setattr(LaunchBuilder, "empty", within)
     for known in ("_template_cache", "_launch_list_cache"):
         monkeypatch.setattr(tile_tables, known, weak_cache.WeakCache(8))
     tile_tables._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
-    (whole,) = allocated
-    assert bool((whole[room:] == 77).all())
-    assert whole[0, 0] == -1
+    (storage,) = allocated
+    assert bool((storage[room:] == 77).all())
+    assert storage[0, 0] == -1
 
 
 class Noted:
