@@ -22,7 +22,7 @@ from foci.normalize import (
     with_strict_signature,
 )
 from foci.planner import Decision
-from foci.prepare import Extras, alignment_note, check_is_tensor
+from foci.prepare import Extras, alignment_note, check_inputs
 from foci.problem import Outputs, Results
 from foci.strided_nested import as_jagged, as_strided, has_strided
 
@@ -256,7 +256,7 @@ def _checked(
 ) -> tuple[Tensors, Function, Function, Extras]:
     """The arguments of `attention` as the road behind it takes them: tensors, score and mask as functions, and the rest."""
     query, key, value = tensors
-    check_is_tensor(query=query, key=key, value=value)
+    check_inputs(query, key, value)
     mask_function, blocks, block_size = mask_parts(mask, query, key)
     score_function, outputs = score_parts(score, bias, query, key), check_outputs(return_aux, sink)
     extras = Extras(

@@ -135,16 +135,16 @@ def find_call(
     return call
 
 
-def _with_tensors(known: _Known, given: Tensors, functions: tuple[Fingerprint, Fingerprint], e: Extras) -> PlannedCall:
+def _with_tensors(known: _Known, inputs: Tensors, functions: tuple[Fingerprint, Fingerprint], e: Extras) -> PlannedCall:
     """A call that was planned for other tensors, and a dropout seed of its own."""
-    tensors: tuple[Tensor, ...] = given
+    tensors: tuple[Tensor, ...] = inputs
     if known.spots:
         closed = functions[0].tensors + functions[1].tensors
         tensors += tuple([closed[n] for n in known.spots])
     has_dropout = known.outline.dropout_p > 0
     if not has_dropout and e.cu_q is None and e.page_table is None and e.blocks is None:
-        return tuple.__new__(PlannedCall, (known.outline, tensors, NOTHING))
-    seed = draw_seed(given[0].device) if has_dropout else None
+        return PlannedCall(known.outline, tensors, NOTHING)
+    seed = draw_seed(inputs[0].device) if has_dropout else None
     optional = OptionalTensors(seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
     return PlannedCall(known.outline, tensors, optional)
 

@@ -12,7 +12,7 @@ from foci.compat.distributed import all_gather_autograd
 from foci.dispatch import run
 from foci.errors import ArgumentError
 from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, mask_parts, score_parts
-from foci.prepare import Extras, Part, check_is_tensor, check_tensors
+from foci.prepare import Extras, Part, check_inputs, check_tensors
 
 __all__ = ["attention"]
 
@@ -123,7 +123,7 @@ def attention(
         torch.Size([1, 4, 128, 32])
         >>> torch.distributed.destroy_process_group()
     """
-    check_is_tensor(query=query, key=key, value=value)
+    check_inputs(query, key, value)
     _check(query, key, value, shards, mask)
     outputs = check_outputs(return_aux, sink)
     if outputs.column_sums and shards == "sequence":

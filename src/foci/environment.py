@@ -55,7 +55,7 @@ class Environment(NamedTuple):
 def read_environment(allowed: Allowed, device: torch.device) -> Environment:
     """The environment of a call on a device, among the backends that it may use."""
     autocast = autocast_dtype(device.type) if is_any_autocast_enabled() else None
-    return tuple.__new__(Environment, (allowed, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), autocast))
+    return Environment(allowed, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), autocast)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

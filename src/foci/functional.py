@@ -15,7 +15,7 @@ from foci.dispatch import run, run_packed
 from foci.errors import ArgumentError, DtypeError
 from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.normalize import FlexAuxRequest, LseRequest, broadcast, causal_bias, lower_right_form, mask_parts, score_parts
-from foci.prepare import Extras, check_integers, check_is_flag, check_is_tensor, check_offsets, describe
+from foci.prepare import Extras, check_inputs, check_integers, check_is_flag, check_offsets, describe
 from foci.problem import Outputs, Results
 from foci.strided_nested import as_jagged, as_strided, has_strided
 from foci.variant import Mask, picklable
@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
         >>> foci.scaled_dot_product_attention(q, q, q, is_causal=True).shape
         torch.Size([2, 4, 10, 8])
     """
-    check_is_tensor(query=query, key=key, value=value)
+    check_inputs(query, key, value)
     check_is_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ArgumentError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
@@ -313,7 +313,7 @@ def flex_attention(
         >>> foci.flex_attention(q, q, q, score_mod=rel).shape
         torch.Size([1, 2, 64, 16])
     """
-    check_is_tensor(query=query, key=key, value=value)
+    check_inputs(query, key, value)
     check_is_flag(enable_gqa=enable_gqa, return_lse=return_lse)
     if return_lse and return_aux is not None:
         raise ArgumentError("return_lse and return_aux exclude each other; return_aux=AuxRequest(lse=True) has the logsumexp")
@@ -423,7 +423,7 @@ def varlen_attn(
         >>> foci.varlen_attn(q, q, q, offsets, offsets, 7, 7, window_size=(-1, 0)).shape
         torch.Size([10, 4, 16])
     """
-    check_is_tensor(query=query, key=key, value=value)
+    check_inputs(query, key, value)
     check_is_flag(enable_gqa=enable_gqa)
     if block_table is not None:
         raise ArgumentError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")

@@ -112,22 +112,12 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
     """
     if score is None and bias is None:
         return None
-    given: Any = score
-    if given is scores.alibi_slopes or (isinstance(given, tuple) and all(isinstance(slope, float) for slope in given)):
-        raise TypeError(
-            "score must be a foci.Score; got the slopes of ALiBi, one number for each head: write foci.scores.alibi(heads), or "
-            "foci.scores.alibi(torch.tensor(slopes)) for slopes of your own"
-        )
-    if score is not None and not callable(score):
-        raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
-    if isinstance(score, Mask):
-        raise TypeError("score is a Mask: pass it as mask=")
-    check_is_made("score", score)
-    function = score
     if isinstance(score, Score):
-        function = score.function
         if score.heads is not None:
             _check_score_heads(score, query, heads)
+        function: Function = score.function
+    else:
+        function = _check_score_function(score)
     if bias is None:
         return function
     if not isinstance(bias, Tensor):
@@ -138,6 +128,26 @@ def score_parts(score: ScoreLike, bias: Tensor | None, query: Tensor, key: Tenso
         raise DtypeError(f"bias must be a floating tensor; got {describe(bias)}; a bool tensor goes into mask=")
     added = scores.bias(broadcast("bias", bias, query, key))
     return added.function if function is None else (Score(function) >> added).function
+
+
+def _check_score_function(score: Any) -> Function:
+    """The score, which is a function or None.
+
+    Raises:
+        TypeError: for anything else, with what it is taken for.
+    """
+    if score is scores.alibi_slopes or (isinstance(score, tuple) and all(isinstance(slope, float) for slope in score)):
+        raise TypeError(
+            "score must be a foci.Score; got the slopes of ALiBi, one number for each head: write foci.scores.alibi(heads), or "
+            "foci.scores.alibi(torch.tensor(slopes)) for slopes of your own"
+        )
+    if score is not None and not callable(score):
+        raise TypeError(f"score must be a foci.Score or a function (score, b, h, q_idx, kv_idx) -> score; got {type(score).__name__}")
+    if isinstance(score, Mask):
+        raise TypeError("score is a Mask: pass it as mask=")
+    check_is_made("score", score)
+    function: Function = score
+    return function
 
 
 def _check_score_heads(score: Score, query: Tensor, heads: int | None) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "Extras",
     "Part",
     "alignment_note",
+    "check_inputs",
     "check_integers",
     "check_is_flag",
     "check_is_tensor",
@@ -367,6 +368,12 @@ def check_is_tensor(**named: Any) -> None:
             raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
         if type(value) is Tensor and value.layout is not torch.strided:
             raise DtypeError(f"{name} must be a dense tensor; got layout {value.layout}")
+
+
+def check_inputs(query: Any, key: Any, value: Any) -> None:
+    """`check_is_tensor` of query, key and value, which every call asks: most are dense tensors of torch's own class."""
+    if not (type(query) is type(key) is type(value) is Tensor and query.layout is key.layout is value.layout is torch.strided):
+        check_is_tensor(query=query, key=key, value=value)
 
 
 def check_is_flag(**named: Any) -> None:

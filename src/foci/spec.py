@@ -20,7 +20,8 @@ NO_NEEDS: Final = (False, False, False)
 
 _OPTIONAL_TENSOR: Final = frozenset((Tensor, type(None)))
 _REAL: Final = (float, int)
-_new: Final[Any] = tuple.__new__
+_make_tuple: Final[Any] = tuple.__new__
+"""What a named tuple's own constructor calls, which takes twice as long for so many fields: each call of attention makes a spec."""
 
 
 class CallSpec(NamedTuple):
@@ -98,7 +99,6 @@ def spec_of_functions(
     environment = read_environment(allowed, query.device)
     if environment.autocast is not None and not query.dtype == key.dtype == value.dtype == environment.autocast:
         return None
-    # one call in two has neither captured tensors nor sequences, pages or blocks: what they ask for is skipped
     closed = score.tensors + mask.tensors if score.tensors or mask.tensors else ()
     closed_strides: Hashable = ()
     common: Hashable = ()
@@ -108,7 +108,9 @@ def spec_of_functions(
             if tensor.is_neg():
                 return None
             others |= tensor.data_ptr()
-        closed_strides, common = tuple([t.stride() for t in closed]), shared(score, mask)
+        closed_strides = tuple([t.stride() for t in closed])
+        if score.tensors and mask.tensors:
+            common = shared(score, mask)
     blocks = pages = sequences = None
     if e.blocks is not None:
         blocks, others = (e.blocks.shape, e.blocks.stride(), e.blocks.device, e.block_size), others | e.blocks.data_ptr()
@@ -126,13 +128,14 @@ def spec_of_functions(
     if not needs_all and torch.is_grad_enabled():
         requires_grad = (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     o = e.outputs
-    return _new(CallSpec, (
+    spec: CallSpec = _make_tuple(CallSpec, (
         (score.structure, *score.numbers, mask.structure, *mask.numbers, common), (o.lse, o.row_max, o.column_sums, o.weights),
         None if e.scale is None else _exact(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides,
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
         ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15), (query is key, key is value, query is value),
         closed_strides, blocks, sequences, pages, e.dropout_p > 0, requires_grad, False, e.lower_right_form, environment,
     ))  # fmt: skip
+    return spec
 
 
 def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hashable = "", *, is_joined: bool = False) -> CallSpec:

@@ -56,8 +56,8 @@ def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
         return NOTHING
     if type(function) is types.FunctionType and (ready := _ready_fingerprint(function)) is not None:
         return ready
-    result = Fingerprint()
-    structure = _key(function, result)
+    result = Fingerprint((), [], [], [])
+    structure = _function_key(function, result) if type(function) is types.FunctionType else _key(function, result)
     if structure is None:
         return None
     result.structure = structure

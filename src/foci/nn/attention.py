@@ -32,7 +32,7 @@ from foci.nn.packing import Packing, Pair, append_rows, check_same_sequences, ro
 from foci.nn.rotary import RotaryEmbedding
 from foci.nn.skip_module_call import parameter, project_out
 from foci.normalize import check_outputs
-from foci.prepare import Extras, check_is_tensor
+from foci.prepare import Extras, check_inputs
 from foci.problem import Outputs
 from foci.variant import Mask, Score, check_heads
 
@@ -144,7 +144,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool, cache: LayerCache | Memory | None, return_aux: foci.AuxRequest | None,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         asked = return_aux if return_aux is not None else foci.AuxRequest(weights=True) if need_weights else None
-        check_is_tensor(query=query, key=key, value=value)
+        check_inputs(query, key, value)
         if not isinstance(cache, (LayerCache, Memory, type(None))):
             raise TypeError(f"cache must be a layer's part of a foci.nn.KVCache, cache[n]; got {type(cache).__name__}")
         if isinstance(padding, (Packing, Pair)):

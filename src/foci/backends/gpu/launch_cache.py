@@ -37,10 +37,11 @@ def source_of_places(sequences: Sequences, tokens: Tokens, captures: Inputs) -> 
     return sequences.tensors
 
 
-def find_pass(key: Key, sequences: Sequences, tokens: Tokens, captures: Inputs) -> LaunchList | None:
+def find_pass(key: Key, sequences: Sequences, program: Program, tensors: Inputs) -> LaunchList | None:
     """Find the launch list of a key: one of these sequences, else one of other sequences bound to these; None if there is none."""
     if sequences.q_start is None:
         return sequences.launch_lists.find(key)
+    tokens, captures = _count(program, tensors), tensors[3:]
     launch_list = sequences.launch_lists.find((key, *tokens))
     if launch_list is None and (template := _templates.find((key, sequences.form))) is not None:
         launch_list = template.bound(sequences, tokens, captures)
@@ -84,15 +85,13 @@ class RepeatablePasses:
         return bind_forward(launch_list, rows, tensors, optional.offsets, no_padding=no_padding, out_alone=out_alone)
 
     def _find_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors) -> LaunchList | None:
-        query, key = tensors[0], tensors[1]
+        query = tensors[0]
         assert query is not None
-        assert key is not None
         stream = free_stream(query)
         read = None if stream is None else self._states(tensors[3:], optional.blocks)
         if stream is None or read is None:
             return None
-        sequences = sequences_at(query, optional.offsets, stream)
-        return find_pass((self, program, stream, (), read), sequences, _count(program, query, key), tensors[3:])
+        return find_pass((self, program, stream, (), read), sequences_at(query, optional.offsets, stream), program, tensors)
 
     def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
@@ -114,9 +113,8 @@ class RepeatablePasses:
         self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given
     ) -> tuple[Given, LaunchList | None, list[int | None]]:
         """Return (`bwd_args` with a dout that kernels can read, launch list or None, addresses of all tensors)."""
-        query, key = tensors[0], tensors[1]
+        query = tensors[0]
         assert query is not None
-        assert key is not None
         stream = free_stream(query) if _is_ready(bwd_args) else None
         read = None if stream is None else self._states(tensors[3:], optional.blocks)
         if stream is None or read is None:
@@ -129,7 +127,7 @@ class RepeatablePasses:
             return bwd_args, None, []
         sequences = sequences_at(query, optional.offsets, stream)
         known = (self, program, stream, _read_strides(tensors, bwd_args), read)
-        return bwd_args, find_pass(known, sequences, _count(program, query, key), tensors[3:]), addresses
+        return bwd_args, find_pass(known, sequences, program, tensors), addresses
 
     def pass_key(self, operands: Operands, bwd_args: Given | None = None) -> Key | None:
         """The key by which the launch list of a pass is kept; None if it must not be repeated, or the call has no program.
@@ -170,8 +168,11 @@ def _forward_inputs(tensors: Inputs, optional: OptionalTensors) -> Inputs:
     return (*tensors, optional.seed, optional.kv_lengths, optional.page_table)
 
 
-def _count(program: Program, query: Tensor, key: Tensor) -> Tokens:
+def _count(program: Program, tensors: Inputs) -> Tokens:
     """Queries and keys of a head, of tensors [B, H, S, D], or packed [T, H, D]."""
+    query, key = tensors[:2]
+    assert query is not None
+    assert key is not None
     return (query.size(0), key.size(0)) if program.packed else (query.size(2), key.size(2))
 
 

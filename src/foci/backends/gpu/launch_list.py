@@ -414,9 +414,5 @@ class LaunchList:
             addresses += scratch
             if tensors is not None:
                 tensors += map(_Place, scratch)
-        self.launch_at(addresses, tensors)
-
-    def launch_at(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
-        """Launch for addresses of inputs, results and scratch memory."""
         for run, fill, values, makers in self._launches:
             run(*fill(values, makers, addresses, tensors))
