@@ -110,7 +110,7 @@ def build(target: Path) -> str:
     texts = {
         name: make_relative(text, 1 + name.count("/")).replace("torch.ops.foci.", "torch.ops.NAMESPACE.") for name, text in texts.items()
     }
-    data = [path for path in (SOURCE / "foci").rglob("*.h") if "__pycache__" not in path.parts]
+    data = [path for suffix in ("h", "toml") for path in (SOURCE / "foci").rglob(f"*.{suffix}")]
     digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in sorted(texts.items())).encode())
     for path in sorted(data):
         digest.update(path.read_bytes())

@@ -16,7 +16,7 @@ __all__ = ["code_fingerprint", "hash_files"]
 def code_fingerprint() -> str:
     """A digest of torch's version and of all of foci's code and tables: any module may decide what compiled code says or relies on."""
     package = Path(__file__).parent
-    return hash_files(torch.__version__, (*package.rglob("*.py"), *package.rglob("*.json")))
+    return hash_files(torch.__version__, (path for suffix in ("py", "json", "toml") for path in package.rglob(f"*.{suffix}")))
 
 
 def hash_files(text: str, files: Iterable[Path]) -> str:

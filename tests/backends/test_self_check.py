@@ -122,7 +122,7 @@ def test_verdicts_are_kept_and_hold_for_one_release_and_kind(installed, monkeypa
         assert (hopper.BACKEND.reject(asked, UNSEEN) is None) == (verdict.failure is None)
     changes = {
         "Triton": lambda: monkeypatch.setattr(self_check, "_triton", lambda: "3.99.7"),
-        "foci": lambda: monkeypatch.setattr(self_check, "_source_digest", lambda: "another"),
+        "foci": lambda: monkeypatch.setattr(self_check, "code_fingerprint", lambda: "another"),
         "torch": lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
         "GPU": lambda: monkeypatch.setattr(self_check._self_check, "_find_device", lambda target: Device(0, "NVIDIA H200")),
     }

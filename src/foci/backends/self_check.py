@@ -8,7 +8,6 @@ Tested releases are never checked.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -27,6 +26,7 @@ import torch
 from foci.backends import disk
 from foci.backends.contract import Obstacle, Plan, Unbuildable
 from foci.backends.problem_class import score_kind
+from foci.code_fingerprint import code_fingerprint
 from foci.compat.triton import release, untested_release
 from foci.ir.expr import const
 from foci.problem import Problem, Target
@@ -243,20 +243,11 @@ class SelfCheck:
 
 def _key(kind: Kind, device: Device) -> str:
     """The key of a stored verdict: everything it depends on."""
-    return "\n".join((f"triton {_triton()}", f"torch {torch.__version__}", device.name, _source_digest(), json.dumps(asdict(kind))))
+    return "\n".join((f"triton {_triton()}", f"torch {torch.__version__}", device.name, code_fingerprint(), json.dumps(asdict(kind))))
 
 
 def _triton() -> str:
     return importlib.metadata.version("triton")
-
-
-@functools.cache
-def _source_digest() -> str:
-    """A digest of foci's source code."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 # ---- what backends ask ----

@@ -131,7 +131,7 @@ class _Code:
 
 
 class _Known(NamedTuple):
-    """What is known of code.
+    """Facts about code, kept by its identity.
 
     Attributes:
         code: held, so that its identity is no other's.

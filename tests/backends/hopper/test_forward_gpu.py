@@ -57,7 +57,7 @@ CASES = {
 def schedule_named(name):
     """One of the backend's own; "placed" are its tasks where they are not asked for."""
     name, _, how = name.partition(" ")
-    schedule = getattr(schedules, name)
+    schedule = schedules.SCHEDULES[name]
     return replace(schedule, static=True) if how else schedule
 
 
@@ -189,7 +189,7 @@ def test_tasks_of_many_rounds_are_each_done_once(rows, monkeypatch):
     from foci.backends.hopper import forward_pass as host
 
     asked, operands = posed(batch=3, heads=5, rows=rows, dim=64, mask=masks.causal())
-    assert host.forward_schedule(asked) == schedules.PAIRED_2_SERPENTINE
+    assert host.forward_schedule(asked) == schedules.SCHEDULES["PAIRED_2_SERPENTINE"]
     runs = []
     for processors in (1, 7, 1000):
         monkeypatch.setattr(host, "count_sms", lambda device, n=processors: n)

@@ -40,64 +40,68 @@ def test_head_dims_are_padded_to_what_products_take(dim):
 )
 def test_wide_keys_with_narrow_values_take_task_after_task_where_each_has_keys(kind, name):
     asked = problem(**KINDS[kind], head_dim=192, value_dim=128)
-    assert forward_schedule(asked) is getattr(schedules, name)
-    assert forward_schedule(problem(**KINDS[kind], head_dim=192, value_dim=128, layout=Layout.JAGGED)) is schedules.OVERLAP_2
+    assert forward_schedule(asked) is schedules.SCHEDULES[name]
+    assert forward_schedule(problem(**KINDS[kind], head_dim=192, value_dim=128, layout=Layout.JAGGED)) is schedules.SCHEDULES["OVERLAP_2"]
 
 
 def test_wide_keys_with_narrow_values_and_a_score_without_a_mask_take_task_after_task():
     asked = problem(score=scores.softcap(20.0), head_dim=192, value_dim=128)
-    assert forward_schedule(asked) is schedules.OVERLAP_2_LOOP
+    assert forward_schedule(asked) is schedules.SCHEDULES["OVERLAP_2_LOOP"]
 
 
 def test_wide_keys_with_narrow_values_and_lengths_that_may_be_0_take_one_task_a_program():
     lengths = torch.tensor([5, 0])
     asked = problem(mask=foci.Mask(lambda b, h, q, k: k < lengths[b]), head_dim=192, value_dim=128)
     assert score_kind(asked) == "full"
-    assert forward_schedule(asked) is schedules.OVERLAP_2
+    assert forward_schedule(asked) is schedules.SCHEDULES["OVERLAP_2"]
 
 
 @pytest.mark.parametrize(
     ("changes", "wide", "narrow"),
     [
-        (KINDS["full"], schedules.TURNS_3_NAMED, schedules.TURNS_3_QREG),
-        (KINDS["causal"], schedules.TURNS_3, schedules.TURNS_3_QREG),
-        (KINDS["window"], schedules.OVERLAP_2_KV64, schedules.PAIRED_2_QUEUE),
-        (KINDS["full"] | keys(256), schedules.TURNS_2, schedules.PAIRED_2),
-        (KINDS["full"] | keys(512), schedules.TURNS_3_NAMED, schedules.PAIRED_2),
-        (KINDS["full"] | keys(1024), schedules.TURNS_3_NAMED, schedules.PAIRED_2),
-        (KINDS["full"] | keys(2048), schedules.TURNS_3_NAMED, schedules.TURNS_3_QREG),
-        (KINDS["causal"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
-        (KINDS["causal"] | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
-        (KINDS["causal"] | keys(2048), schedules.OVERLAP_2_LOOP, schedules.PAIRED_2_QUEUE),
-        (KINDS["causal"] | keys(4096), schedules.OVERLAP_2_LOOP, schedules.PAIRED_2_QUEUE),
-        ({"mask": masks.causal_lower_right(), **keys(512), "q_len": 256}, schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
-        (KINDS["window"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_QUEUE),
-        (KINDS["document"], schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
-        (KINDS["document"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SORTED),
-        (KINDS["document"] | keys(2048), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SORTED),
-        (KINDS["mask"], schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
-        (KINDS["added"], schedules.TURNS_3, schedules.PAIRED_2_QUEUE),
-        (KINDS["added"] | keys(512), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
-        (KINDS["score"], schedules.TURNS_3, schedules.PAIRED_2_QUEUE),
-        (KINDS["score"] | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_SERPENTINE),
-        (KINDS["score"] | keys(4096), schedules.OVERLAP_2_LOOP, schedules.PAIRED_2_QUEUE),
-        (KINDS["pair"] | keys(512), schedules.OVERLAP_2, schedules.TURNS_3),
-        (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.OVERLAP_2, schedules.TURNS_3_STATIC),
-        (KINDS["full"] | JAGGED, schedules.TURNS_3_BRIEF, schedules.TURNS_3_QREG),
-        (KINDS["full"] | JAGGED | keys(2048), schedules.TURNS_3_BRIEF, schedules.PAIRED_2_PACKED),
-        (KINDS["causal"] | JAGGED, schedules.TURNS_3_BRIEF, schedules.PAIRED_2_PACKED),
-        (KINDS["causal"] | JAGGED | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_PACKED),
-        (KINDS["added"] | JAGGED | keys(1024), schedules.OVERLAP_2_KV64, schedules.PAIRED_2_PACKED),
-        (KINDS["added"] | JAGGED, schedules.TURNS_3_BRIEF, schedules.PAIRED_2_PACKED),
-        (KINDS["window"] | JAGGED, schedules.OVERLAP_2_KV64, schedules.PAIRED_2_PACKED),
-        (KINDS["document"] | JAGGED | keys(1024), schedules.OVERLAP_2_LISTS, schedules.PAIRED_2_PACKED),
-        (KINDS["document"] | JAGGED, schedules.OVERLAP_2_LISTS, schedules.TURNS_3_QREG_SORTED),
+        (KINDS["full"], schedules.SCHEDULES["TURNS_3_NAMED"], schedules.SCHEDULES["TURNS_3_QREG"]),
+        (KINDS["causal"], schedules.SCHEDULES["TURNS_3"], schedules.SCHEDULES["TURNS_3_QREG"]),
+        (KINDS["window"], schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (KINDS["full"] | keys(256), schedules.SCHEDULES["TURNS_2"], schedules.SCHEDULES["PAIRED_2"]),
+        (KINDS["full"] | keys(512), schedules.SCHEDULES["TURNS_3_NAMED"], schedules.SCHEDULES["PAIRED_2"]),
+        (KINDS["full"] | keys(1024), schedules.SCHEDULES["TURNS_3_NAMED"], schedules.SCHEDULES["PAIRED_2"]),
+        (KINDS["full"] | keys(2048), schedules.SCHEDULES["TURNS_3_NAMED"], schedules.SCHEDULES["TURNS_3_QREG"]),
+        (KINDS["causal"] | keys(512), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_SERPENTINE"]),
+        (KINDS["causal"] | keys(1024), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_SERPENTINE"]),
+        (KINDS["causal"] | keys(2048), schedules.SCHEDULES["OVERLAP_2_LOOP"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (KINDS["causal"] | keys(4096), schedules.SCHEDULES["OVERLAP_2_LOOP"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (
+            {"mask": masks.causal_lower_right(), **keys(512), "q_len": 256},
+            schedules.SCHEDULES["OVERLAP_2_KV64"],
+            schedules.SCHEDULES["PAIRED_2_SERPENTINE"],
+        ),
+        (KINDS["window"] | keys(512), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (KINDS["document"], schedules.SCHEDULES["OVERLAP_2_LISTS"], schedules.SCHEDULES["TURNS_3_QREG_SORTED"]),
+        (KINDS["document"] | keys(512), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_SORTED"]),
+        (KINDS["document"] | keys(2048), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_SORTED"]),
+        (KINDS["mask"], schedules.SCHEDULES["OVERLAP_2_LISTS"], schedules.SCHEDULES["TURNS_3_QREG_SORTED"]),
+        (KINDS["added"], schedules.SCHEDULES["TURNS_3"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (KINDS["added"] | keys(512), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_SERPENTINE"]),
+        (KINDS["score"], schedules.SCHEDULES["TURNS_3"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (KINDS["score"] | keys(1024), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_SERPENTINE"]),
+        (KINDS["score"] | keys(4096), schedules.SCHEDULES["OVERLAP_2_LOOP"], schedules.SCHEDULES["PAIRED_2_QUEUE"]),
+        (KINDS["pair"] | keys(512), schedules.SCHEDULES["OVERLAP_2"], schedules.SCHEDULES["TURNS_3"]),
+        (KINDS["window"] | {"score": scores.softcap(20.0)}, schedules.SCHEDULES["OVERLAP_2"], schedules.SCHEDULES["TURNS_3_STATIC"]),
+        (KINDS["full"] | JAGGED, schedules.SCHEDULES["TURNS_3_BRIEF"], schedules.SCHEDULES["TURNS_3_QREG"]),
+        (KINDS["full"] | JAGGED | keys(2048), schedules.SCHEDULES["TURNS_3_BRIEF"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["causal"] | JAGGED, schedules.SCHEDULES["TURNS_3_BRIEF"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["causal"] | JAGGED | keys(1024), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["added"] | JAGGED | keys(1024), schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["added"] | JAGGED, schedules.SCHEDULES["TURNS_3_BRIEF"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["window"] | JAGGED, schedules.SCHEDULES["OVERLAP_2_KV64"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["document"] | JAGGED | keys(1024), schedules.SCHEDULES["OVERLAP_2_LISTS"], schedules.SCHEDULES["PAIRED_2_PACKED"]),
+        (KINDS["document"] | JAGGED, schedules.SCHEDULES["OVERLAP_2_LISTS"], schedules.SCHEDULES["TURNS_3_QREG_SORTED"]),
     ],
 )
 def test_programs_take_tasks_as_was_fastest(changes, wide, narrow):
     assert forward_schedule(problem(**changes)) == wide
     assert forward_schedule(problem(**changes, **NARROW)) == narrow
-    assert forward_schedule(problem(**changes, head_dim=256, value_dim=256)) == schedules.OVERLAP_2_D256
+    assert forward_schedule(problem(**changes, head_dim=256, value_dim=256)) == schedules.SCHEDULES["OVERLAP_2_D256"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_rounds_of_tasks_decide_without_a_mask(heads, dim, sizes, name, is_place
     asked = problem(
         q_heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, **dict(zip(("batch", "q_len", "kv_len"), map(bucket, sizes)))
     )
-    assert forward_schedule(asked, sizes) == replace(getattr(schedules, name), static=is_placed)
+    assert forward_schedule(asked, sizes) == replace(schedules.SCHEDULES[name], static=is_placed)
     # nothing of that where a mask or a score asks for more, or where lengths are a sequence's own
     for other in ({"mask": masks.causal()}, {"score": scores.softcap(20.0)}, {"layout": Layout.JAGGED}):
         other_problem = problem(**other, head_dim=dim, value_dim=dim)
@@ -158,10 +162,10 @@ def test_a_kernel_goes_by_the_lengths_at_hand(monkeypatch):
 @pytest.mark.parametrize("dim", [80, 96])
 def test_heads_in_pieces_free_tiles_by_warpgroups(dim):
     widths = {"head_dim": dim, "value_dim": dim}
-    assert forward_schedule(problem(**KINDS["full"], **widths)) == schedules.TURNS_3_LOOP
-    assert forward_schedule(problem(**KINDS["causal"], **widths)) == schedules.TURNS_3_BRIEF
-    assert forward_schedule(problem(**KINDS["causal"], **keys(2048), **widths)) == schedules.TURNS_2_SERPENTINE
-    assert forward_schedule(problem(**KINDS["causal"], **JAGGED, **widths)) == schedules.TURNS_3_BRIEF
+    assert forward_schedule(problem(**KINDS["full"], **widths)) == schedules.SCHEDULES["TURNS_3_LOOP"]
+    assert forward_schedule(problem(**KINDS["causal"], **widths)) == schedules.SCHEDULES["TURNS_3_BRIEF"]
+    assert forward_schedule(problem(**KINDS["causal"], **keys(2048), **widths)) == schedules.SCHEDULES["TURNS_2_SERPENTINE"]
+    assert forward_schedule(problem(**KINDS["causal"], **JAGGED, **widths)) == schedules.SCHEDULES["TURNS_3_BRIEF"]
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
@@ -179,11 +183,11 @@ def test_words_of_a_mask_that_are_to_be_kept_have_room(batch, heads, length, dim
 
 def test_two_programs_share_the_registers_of_a_multiprocessor():
     for one in (
-        schedules.PAIRED_2,
-        schedules.PAIRED_2_PACKED,
-        schedules.PAIRED_2_QUEUE,
-        schedules.PAIRED_2_SORTED,
-        schedules.PAIRED_2_SERPENTINE,
+        schedules.SCHEDULES["PAIRED_2"],
+        schedules.SCHEDULES["PAIRED_2_PACKED"],
+        schedules.SCHEDULES["PAIRED_2_QUEUE"],
+        schedules.SCHEDULES["PAIRED_2_SORTED"],
+        schedules.SCHEDULES["PAIRED_2_SERPENTINE"],
     ):
         assert one.programs_per_sm * one.max_registers * 128 * (one.consumers + 1) <= 65536
         # the consumers' and 24 of the producer's, which the program's own registers pay for

@@ -1,4 +1,4 @@
-"""Tiles, warps and stages: a table per architecture, kernel, width and head dim, each row proved to fit shared memory.
+"""Tiles, warps and stages: the rows of `schedules.toml`, by architecture, kernel, width and head dim, each proved to fit shared memory.
 
 `shared_bytes` bounds what a kernel takes from above; tests compile every row and compare. A row that does not fit the
 device at hand is passed over for the next, smaller one, so nothing is ever tried and failed.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
+from foci.backends.data_tables import load_table, rows_by_width
 from foci.backends.gpu.architectures import HOPPER, find
 from foci.backends.problem_class import tile_bytes
 from foci.problem import Formula, Layout, Problem, bucket
@@ -67,68 +68,27 @@ class Schedule:
     by_work: bool = False  # sort tasks of packed sequences by their work, not by their sequences' lengths
 
 
-_S = Schedule
-_SMALL: Final = (_S(64, 32, 4, 2), _S(32, 32, 4, 2), _S(32, 16, 4, 1), _S(16, 16, 4, 1))
+def _read_row(row: list[Any]) -> Schedule:
+    """A row of the file: four numbers, then the names of flags."""
+    return Schedule(*row[:4], **dict.fromkeys(row[4:], True))
 
-SCHEDULES: Final[dict[tuple[int, str, int, int], tuple[Schedule, ...]]] = {
-    # (architecture, kernel, bytes of an element, padded head dim), best first
-    (90, "forward", 2, 64): (_S(64, 128, 4, 2, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    (90, "forward_sparse", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
-    (90, "forward_listed", 2, 64): (_S(64, 128, 4, 2, True), _S(64, 64, 4, 3, True), _S(64, 64, 4, 2)),
-    (90, "forward_listed", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 128, 8, 3, True), _S(64, 64, 4, 2)),
-    (90, "forward", 2, 128): (_S(128, 128, 8, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    (90, "forward_sparse", 2, 128): (_S(64, 64, 4, 3, True), _S(128, 64, 8, 3, True), _S(64, 64, 4, 2)),
-    (90, "forward", 2, 256): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2)),
-    (90, "forward", 2, 512): (_S(64, 32, 8, 2), _S(64, 16, 8, 1)),
-    (90, "query_gradient", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    (90, "query_gradient", 2, 128): (_S(128, 64, 8, 3, True), _S(64, 64, 4, 2, True)),
-    (90, "query_gradient_sparse", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
-    (90, "query_gradient", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 1)),
-    (90, "query_gradient", 2, 512): (_S(32, 32, 8, 1), _S(16, 16, 8, 1)),
-    (90, "key_gradient", 2, 64): (_S(128, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    (90, "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    (90, "key_gradient", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 2)),
-    (90, "key_gradient_scored", 2, 128): (_S(64, 64, 4, 2, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
-    (90, "key_gradient_dropped", 2, 128): (_S(64, 64, 4, 2, True, True), _S(64, 64, 4, 1, True, True), _S(64, 64, 4, 2)),
-    (90, "key_gradient", 2, 256): (_S(64, 64, 8, 1, True), _S(32, 32, 8, 1)),
-    (90, "key_gradient_alone", 2, 256): (_S(64, 128, 8, 1, True), _S(32, 64, 8, 1)),
-    (90, "value_gradient_alone", 2, 256): (_S(64, 128, 8, 2, True), _S(32, 64, 8, 1)),
-    (90, "key_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
-    (90, "value_gradient_alone", 2, 512): (_S(16, 64, 8, 1), _S(16, 32, 8, 1)),
-    (90, "key_gradient", 2, 512): (_S(16, 32, 8, 1), _S(16, 16, 8, 1)),
-    (90, "decode", 2, 64): (_S(64, 128, 4, 3, True), _S(64, 64, 4, 3)),
-    (90, "decode", 2, 128): (_S(64, 128, 4, 3, True), _S(64, 128, 4, 2, True), _S(64, 64, 4, 2)),
-    (90, "decode", 2, 256): (_S(64, 64, 4, 2, True), _S(64, 32, 4, 2)),
-    (90, "bias_gradient", 2, 64): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
-    (90, "bias_gradient", 2, 128): (_S(128, 64, 8, 2, True), _S(64, 64, 4, 2, True)),
-    (90, "captures", 2, 64): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
-    (90, "captures", 2, 128): (_S(64, 64, 4, 1, True), _S(64, 64, 4, 1)),
-    (80, "forward", 2, 64): (_S(128, 64, 4, 3), _S(64, 64, 4, 2)),
-    (80, "forward", 2, 128): (_S(128, 64, 8, 2), _S(64, 64, 4, 2)),
-    (80, "forward", 2, 256): (_S(64, 32, 4, 2), _S(64, 32, 4, 1)),
-    (80, "forward", 2, 512): (_S(32, 16, 4, 2), _S(16, 16, 4, 1)),
-    (80, "query_gradient", 2, 64): (_S(64, 64, 4, 2), _S(64, 32, 4, 2)),
-    (80, "query_gradient", 2, 128): (_S(64, 64, 8, 1), _S(64, 32, 4, 1)),
-    (80, "query_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
-    (80, "query_gradient", 2, 512): (_S(16, 16, 4, 1),),
-    (80, "key_gradient", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
-    (80, "key_gradient_scored", 2, 64): (_S(64, 64, 4, 2), _S(32, 64, 4, 2)),
-    (80, "key_gradient", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
-    (80, "key_gradient_scored", 2, 128): (_S(64, 64, 8, 1), _S(32, 64, 4, 1)),
-    (80, "key_gradient", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
-    (80, "key_gradient_scored", 2, 256): (_S(32, 32, 4, 1), _S(16, 32, 4, 1)),
-    (80, "key_gradient", 2, 512): (_S(16, 16, 4, 1),),
-    (80, "key_gradient_scored", 2, 512): (_S(16, 16, 4, 1),),
-}
 
-LIKE: Final = {
-    "forward_sparse": "forward",
-    "forward_listed": "forward",
-    "query_gradient_sparse": "query_gradient",
-    "key_gradient_dropped": "key_gradient_scored",
-    "bias_gradient": "query_gradient",
-    "split": "forward",
-}
+def _read_schedules(table: dict[str, Any]) -> dict[tuple[int, str, int, int], tuple[Schedule, ...]]:
+    """{(architecture, kernel, bytes of an element, padded head dim): rows, best first}."""
+    return {
+        (int(arch.removeprefix("sm_")), kind, int(bits.removesuffix("bit")) // 8, dim): tuple(map(_read_row, rows))
+        for arch, kernels in table.items()
+        if arch.startswith("sm_")
+        for kind, by_bits in kernels.items()
+        for bits, by_dim in by_bits.items()
+        for dim, rows in rows_by_width(by_dim).items()
+    }
+
+
+_TABLE: Final = load_table(__file__, "schedules.toml")
+SCHEDULES: Final = _read_schedules(_TABLE)
+_SMALL: Final = tuple(map(_read_row, _TABLE["smallest"]["rows"]))
+LIKE: Final[dict[str, str]] = _TABLE["like"]
 """Kernels that use the rows of another if the table has none of their own."""
 
 

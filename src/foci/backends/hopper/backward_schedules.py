@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from foci.backends.causal import is_causal
+from foci.backends.data_tables import load_table, rows_by_width
 from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.schedules import padded_dim
@@ -65,55 +66,37 @@ class FusedSchedule:
     goes_round: bool  # key tiles begin at different query tiles (`dq_semaphore`), if all programs run at once (`place_schedule`)
 
 
-DK_DV_WIDE_TILES: Final = TileShape(64, 64, 2)
+def _read_tiles(table: dict[str, Any]) -> dict[int, TileShape]:
+    """Tile shapes by width."""
+    return {width: TileShape(*row) for width, row in rows_by_width(table).items()}
+
+
+_TABLE: Final = load_table(__file__, "backward.toml")
+DK_DV_WIDE_TILES: Final = TileShape(*_TABLE["bwd_dk_dv_wide"]["any"])
 """Of `bwd_dk_dv_wide`, which splits dk and dv between two warpgroups."""
-_NARROW: Final = TileShape(128, 128, 2)
-_WIDE: Final = TileShape(64, 128, 2)
-DQ_TILES: Final = {
-    **dict.fromkeys((16, 32, 64, 80, 96, 128), _NARROW),
-    **dict.fromkeys((160, 192), TileShape(128, 64, 2)),
-    256: TileShape(128, 32, 2),
-}
+DQ_TILES: Final = _read_tiles(_TABLE["bwd_dq"])
 """By the wider of the padded head dims."""
-DK_DV_TILES: Final = {
-    **dict.fromkeys((16, 32, 64), _NARROW),
-    **dict.fromkeys((80, 96, 128), _WIDE),
-    **dict.fromkeys((160, 192, 256), TileShape(32, 128, 2)),
-}
+DK_DV_TILES: Final = _read_tiles(_TABLE["bwd_dk_dv"])
 UNSPLIT_WIDTHS: Final = frozenset({(192, 128)})
 """Padded head dims over 128 for which a warpgroup accumulates both dk and dv of 64 keys: measured to be faster than to split them."""
-DQ_FROM_DS_TILES: Final = {**dict.fromkeys((160, 192), TileShape(128, 64, 4)), 256: TileShape(128, 64, 3)}
+DQ_FROM_DS_TILES: Final = _read_tiles(_TABLE["bwd_dq_from_ds"])
 """Of `bwd_dq_from_ds`, by the wider of the padded head dims."""
 DS_SCRATCH_BYTES: Final = 528 << 20
 """Most bytes of dS stored at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 DS_CHUNK_PROGRAMS: Final = 256
 """Fewest programs of a chunk, if there are several chunks: with two per SM, short programs make up for long ones."""
-SHORT_Q_TILES: Final = {
-    **dict.fromkeys((16, 32, 64), TileShape(128, 64, 4)),
-    **dict.fromkeys((80, 96), TileShape(128, 64, 3)),
-    128: TileShape(128, 64, 2),
-}
+SHORT_Q_TILES: Final = _read_tiles(_TABLE["bwd_short_q"])
 """Of `bwd_short_q`, by the padded head dim: as many stages as fit, up to four."""
 SHORT_Q_PROGRAMS: Final = 64
 """Fewest programs of `bwd_short_q`: with fewer, half of the SMs are idle."""
 SHORT_Q_SPLIT_KEYS: Final = 128
 """Fewest keys of a program where several share a head: reducing their partial dq costs as much as a few tiles."""
-FUSED_SCHEDULES: Final[dict[tuple[int, str], tuple[TileShape, bool]]] = {
-    # (both head dims, padded, at least 64; `score_kind`): (tile shape, `FusedSchedule.defers`)
-    (64, "full"): (_NARROW, True),
-    (64, "causal"): (_NARROW, False),
-    (64, "window"): (_NARROW, True),
-    (64, "document"): (_NARROW, True),
-    (64, "added"): (_NARROW, False),
-    (64, "score"): (_NARROW, True),
-    (128, "full"): (_WIDE, True),
-    (128, "causal"): (_WIDE, False),
-    (128, "window"): (_WIDE, True),
-    (128, "document"): (_WIDE, True),
-    (128, "added"): (_WIDE, True),
-    (128, "score"): (_WIDE, True),
+FUSED_SCHEDULES: Final = {
+    (width, kind): (TileShape(*row["shape"]), bool(row["defers"]))
+    for width, kinds in rows_by_width(_TABLE["bwd_dq_dk_dv"]).items()
+    for kind, row in kinds.items()
 }
-"""Measured on an H200 (`foci.backends.hopper.kernel_rates`). A kind without a row is not fused."""
+"""{(both head dims, padded, at least 64; `score_kind`): (tile shape, `FusedSchedule.defers`)}. A kind without a row is not fused."""
 _L2_SUMS_BYTES: Final = HOPPER.sms << 17
 """Most bytes of the accumulators of heads that alternate: what L2 holds beside streamed tiles; twice as much at most."""
 _HEADS_TOGETHER: Final = {64: HOPPER.sms, 128: 48}

@@ -1,7 +1,5 @@
-"""Measured rates of this backend's kernels and of the backend `triton`'s, by which the planner chooses between them.
-
-Measured on an H200, bfloat16, 8192 positions, in several runs; `benchmarks/hopper_attention.py` measures them again.
-"""
+"""Rates of this backend's kernels and of the backend `triton`'s, by which the planner chooses between them: `rates.toml` has the measured
+ones."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foci.backends.causal import is_causal
+from foci.backends.data_tables import load_table, rows_by_width
 from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import busy_fraction, padded_dim
 from foci.backends.hopper.backward_schedules import fused_schedule, short_q_schedule, split_short_q
@@ -62,46 +61,18 @@ class Rates:
     busy: float  # fraction of the SMs that `triton`'s backward keeps busy; its rate is scaled by it
 
 
-MEASURED: Final[dict[tuple[int, str], Measured]] = {
-    # (the wider head dim, padded to a width of this table; kind)
-    (64, "full"): Measured(Pair(489, 450), Backward(550, 445, 401)),
-    (64, "causal"): Measured(Pair(473, 428), Backward(494, 426, 390)),
-    (64, "window"): Measured(Pair(390, 352), Backward(334, 285, 327)),
-    (64, "document"): Measured(Pair(366, 350), Backward(325, 290, 312)),
-    (64, "added"): Measured(Pair(456, 381), Backward(460, 237, 331)),
-    (64, "score"): Measured(Pair(353, 322), Backward(434, 237, 314)),
-    (128, "full"): Measured(Pair(624, 435), Backward(568, 475, 393)),
-    (128, "causal"): Measured(Pair(688, 528), Backward(571, 477, 400)),
-    (128, "window"): Measured(Pair(462, 416), Backward(411, 351, 364)),
-    (128, "document"): Measured(Pair(472, 416), Backward(420, 357, 358)),
-    (128, "added"): Measured(Pair(636, 463), Backward(579, 473, 411)),
-    (128, "score"): Measured(Pair(549, 413), Backward(506, 369, 367)),
-    (128, "pair"): Measured(Pair(360, 389), Backward(0, 0, 300)),
-    (128, "mask"): Measured(Pair(599, 338), Backward(0, 0, 325)),
-    (192, "full"): Measured(Pair(645, 352), Backward(0, 538, 231)),
-    (192, "causal"): Measured(Pair(625, 370), Backward(0, 523, 236)),
-    (256, "full"): Measured(Pair(689, 456), Backward(0, 593, 298)),
-    (256, "causal"): Measured(Pair(704, 494), Backward(0, 574, 313)),
+def _read_rates(row: dict[str, list[float]]) -> Measured:
+    return Measured(Pair(*row["forward"]), Backward(*row["backward"]))
+
+
+_TABLE: Final = load_table(__file__, "rates.toml")
+MEASURED: Final = {
+    (width, kind): _read_rates(row) for width, kinds in rows_by_width(_TABLE["measured"]).items() for kind, row in kinds.items()
 }
-"""0: not measured, and left to `triton`. A kind without a row of its width takes that of 128."""
-
-
-DROPOUT: Final[dict[int, Measured]] = {
-    64: Measured(Pair(205, 210), Backward(331, 0, 173)),
-    128: Measured(Pair(355, 271), Backward(462, 0, 246)),
-}
-"""With dropout, for all kinds; other widths as 128. Without a fused kernel, `triton` computes the backward."""
-
-
-SHORT_Q: Final = {64: Pair(330, 140), 128: Pair(530, 150)}
-"""Backward of 128 queries, by width, for all kinds, where each SM has a head. `triton`'s kernels have enough key tiles with fewer heads."""
-
-
-_DQ_SUM_SECONDS: Final = {64: 3e-13, 128: 0.0}
-"""Seconds per element of query, by width, that the fused kernel takes longer than `triton`'s whatever the number of keys: float32
-accumulators of dq are written and read. Measured with heads of 64 for 8192 tokens or more: the fused kernel is 11 to 24 % faster with
-sequences of 128, 256 and 512, and slower with 64, which fill half of a tile. Heads of 128 are at least 13 % faster, with 128
-positions too."""
+"""{(the wider head dim, padded to a width of this table; `score_kind`): rates}. A kind without a row of its width takes that of 128."""
+DROPOUT: Final = {width: _read_rates(row) for width, row in rows_by_width(_TABLE["dropout"]).items()}
+SHORT_Q: Final = {width: Pair(*row) for width, row in rows_by_width(_TABLE["short_q"]).items()}
+_DQ_SUM_SECONDS: Final[dict[int, float]] = rows_by_width(_TABLE["dq_sum_seconds"])
 
 
 def estimate_rates(problem: Problem) -> Rates:
