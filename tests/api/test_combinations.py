@@ -200,14 +200,15 @@ def gradients(results, leaves, wanted):
     return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
 
-def close(name, actual, wanted, dtype):
+def close(name, actual, wanted, dtype, *, roundings=1):
+    """Whether a result is the formula's, to so many times the dtype's tolerance."""
     actual, wanted = actual.detach().double(), wanted.detach().double()
     assert actual.shape == wanted.shape, name
     hidden = wanted.isinf()
     assert torch.equal(actual.isinf(), hidden), name
     actual, wanted = actual.masked_fill(hidden, 0), wanted.masked_fill(hidden, 0)
     scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
-    torch.testing.assert_close(actual, wanted, atol=TOLERANCES[dtype] * scale, rtol=0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(actual, wanted, atol=roundings * TOLERANCES[dtype] * scale, rtol=0, msg=lambda text: f"{name}: {text}")
 
 
 # FLEX-07, FLEX-11, JAG-04
@@ -268,4 +269,5 @@ def agrees(case, labels, ours, exact):
             return
         grads = gradients(results, [mine for _, mine, _ in named], wanted)
         for (name, _, _), grad, other in zip(named, grads, gradients(wanted, [wide for *_, wide in named], wanted), strict=True):
-            close(f"gradient of {name}", grad, other, case.dtype)
+            # its gradient arrives rounded, and so does the output that it is multiplied by
+            close(f"gradient of {name}", grad, other, case.dtype, roundings=2)

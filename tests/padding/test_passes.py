@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from machines import Recorder, compiled, first_call_only, machine, other_sizes
 
 from compiled import several
-from foci.padding import Machine
+from foci.padding import Machine, legality
 from foci.padding.operators import OPERATORS
 from foci.padding.reading import fake_value
 
 aten = torch.ops.aten
+READS_BETWEEN_ROWS = legality.reads_between_rows  # tests replace it
 
 
 def run_both(function, *inputs, recorder=None, fixed=(), **options):
@@ -197,6 +198,27 @@ def test_weights_cast_by_autocast_are_padded_where_they_are_cast():
     recorder = run_both(step, torch.randn(256, 2047), fixed={2047})
     assert recorder.strides("padded") == [(2048, 1), (2048, 1)]
     assert {padding.how for padding in recorder.paddings} == {"in place"}
+
+
+# PAD-04
+@pytest.mark.parametrize("reads", [False, True])
+def test_nothing_is_padded_where_products_read_between_rows(reads, monkeypatch):
+    """As mkldnn does with bfloat16 on a CPU with AMX."""
+    monkeypatch.setattr(legality, "reads_between_rows", lambda dtype: reads and dtype is torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        recorder = run_both(lambda x, w: torch.relu(x) @ w, torch.randn(64, 2047).to(dtype), torch.randn(2047, 64).to(dtype), fixed={64})
+        is_left = reads and dtype is torch.bfloat16
+        assert all((padding.how is None) == is_left for padding in recorder.paddings)
+        assert not is_left or any("between rows" in str(padding.reason) for padding in recorder.paddings)
+
+
+# PAD-04
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_products_keep_to_their_rows_unless_this_cpu_is_known_not_to(dtype):
+    for rows, length, columns in ((64, 33, 48), (100, 1001, 64), (128, 2040, 256)):
+        left = torch.full((rows, length + 24), torch.nan, dtype=dtype)[:, :length].fill_(0.5)
+        product = left @ torch.ones(length, columns, dtype=dtype)
+        assert READS_BETWEEN_ROWS(dtype) or not product.isnan().any()
 
 
 def test_an_input_changed_in_place():

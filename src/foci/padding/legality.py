@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,11 +11,12 @@ from typing import Final
 import torch
 from torch import fx
 
+from foci.compat.fake import real_values
 from foci.padding.grouped import split_rows
 from foci.padding.reading import VIEWS, Matrix, Origin, Product, chain_to, fake_value, find_origin, hints, replayed
-from foci.padding.strides import ALIGNMENT, SMALLEST_STRIDE, is_channels_last, known, pad_strides
+from foci.padding.strides import ALIGNMENT, SMALLEST_STRIDE, is_channels_last, known, pad_strides, round_up
 
-__all__ = ["Fix", "How", "Illegal", "Readers", "is_legal_to_pad", "rows_fix"]
+__all__ = ["Fix", "How", "Illegal", "Readers", "is_legal_to_pad", "reads_between_rows", "rows_fix"]
 
 aten = torch.ops.aten
 
@@ -113,6 +115,8 @@ def is_legal_to_pad(base: fx.Node, matrices: Iterable[Matrix], visible: frozense
     value = fake_value(base)
     if value is None:
         return Illegal("it is no strided tensor")
+    if value.device.type == "cpu" and reads_between_rows(value.dtype):
+        return Illegal(f"products of {value.dtype} on this CPU read memory between rows, as torch's mkldnn does")
     sizes, strides = hints(value.shape), hints(value.stride())
     if is_channels_last(strides, sizes):
         return Illegal("it is laid out with channels last")
@@ -128,6 +132,23 @@ def is_legal_to_pad(base: fx.Node, matrices: Iterable[Matrix], visible: frozense
     if how is How.IN_PLACE and readers.other is not None:
         return Illegal(f"{readers.other.name} would copy it")
     return Fix(base, how, grown, alignment, smallest, passes)
+
+
+@functools.cache
+def reads_between_rows(dtype: torch.dtype) -> bool:
+    """Whether torch's products on this CPU read what lies between the rows of a matrix, so that NaN there reaches results: mkldnn does with
+    bfloat16 where the CPU has AMX, as it rounds the length of rows up to its tiles. Asks for the products themselves, of several sizes.
+    """
+    return dtype in (torch.bfloat16, torch.float16) and real_values(lambda: _finds_nan_between_rows(dtype))
+
+
+def _finds_nan_between_rows(dtype: torch.dtype) -> bool:
+    for rows, length, columns in ((64, 17, 64), (256, 2047, 64), (64, 100, 16)):
+        around = torch.full((rows, round_up(length, 64)), torch.nan, dtype=dtype)
+        left, right = around[:, :length].fill_(1.0), torch.ones(columns, length, dtype=dtype)
+        if torch.mm(left, right.t()).isnan().any() or torch.mm(right, left.t()).isnan().any():
+            return True
+    return False
 
 
 def _way(origin: Origin, readers: Readers) -> tuple[How, int]:
