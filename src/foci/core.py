@@ -152,16 +152,16 @@ def _with_tensors(known: _Known, inputs: Tensors, functions: tuple[Fingerprint, 
 def _plan(site: _Site) -> PlannedCall:
     """Prepares and plans a call, and keeps the plan if the spec says all that it depends on."""
     _, _, tensors, score, mask, extras, packed, _ = site
-    given = tensors
+    batches = tensors
     if packed:
         with torch.no_grad():  # autograd takes the tensors as they are
-            given = _batches(tensors)
-    formula, operands = prepare(given, score, mask, extras)
+            batches = _batches(tensors)
+    formula, operands = prepare(batches, score, mask, extras)
     spots = {id(t): n for n, t in enumerate(site.closed)}
-    as_given = given[0] is operands.query and given[1] is operands.key and given[2] is operands.value  # no batch was repeated
+    is_unchanged = batches[0] is operands.query and batches[1] is operands.key and batches[2] is operands.value  # no batch was repeated
     has_blocks = extras.blocks is not None
     is_complete = (
-        as_given
+        is_unchanged
         and is_kept(*site.functions, operands.query.device, has_blocks=has_blocks)
         and all(id(t) in spots for t in operands.captures)
     )

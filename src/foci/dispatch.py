@@ -104,12 +104,12 @@ class PackedCall(NamedTuple):
 
     @staticmethod
     def of(
-        tensors: Tensors, score: Function, mask: Function, extras: Extras, *, needs_grad: bool, whole: bool = False
+        tensors: Tensors, score: Function, mask: Function, extras: Extras, *, needs_grad: bool, no_padding: bool = False
     ) -> PackedCall | None:
         """The call, with gradients of query, key and value if `needs_grad`, else of what requires them; None where there is something to
-        work out each time. `whole`: each row is a token of a sequence."""
-        found = find_call(tensors, score, mask, extras, allowed_for(extras), packed=True, needs_all=needs_grad)
-        return None if found is None else PackedCall(found.outline, found.tensors[3:], found.optional, Passes(whole=whole))
+        work out each time. `no_padding`: each row is a token of a sequence."""
+        call = find_call(tensors, score, mask, extras, allowed_for(extras), packed=True, needs_all=needs_grad)
+        return None if call is None else PackedCall(call.outline, call.tensors[3:], call.optional, Passes(whole=no_padding))
 
     def moved(self, offsets: Tensor) -> PackedCall:
         """Return the call with other sequences, of which there are as many."""
@@ -121,10 +121,10 @@ class PackedCall(NamedTuple):
         results = forward_now(self.outline, (*tensors, *self.captures), self.optional)
         return results.out, results.lse.contiguous()
 
-    def backward(self, tensors: Tensors, found: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of query, key and value, by what `forward` found and the gradient of out."""
-        made = backward_now(self.outline, (*tensors, *self.captures), self.optional, found, (gradient,))
-        return tuple(t for t in made[:3] if t is not None)
+    def backward(self, tensors: Tensors, outputs: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of query, key and value, from the outputs of `forward` and the gradient of out."""
+        grad_inputs = backward_now(self.outline, (*tensors, *self.captures), self.optional, outputs, (gradient,))
+        return tuple(t for t in grad_inputs[:3] if t is not None)
 
     def forward_rows(self, rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
         """`forward` of query, key and value side by side in rows [T, E]; out is [T, Hq * Dv]. Read lse only where the call needs

@@ -87,15 +87,15 @@ def decide(formula: Formula, operands: Operands, needs: Needs, environment: Envi
 
 def _kernel(problem: Problem, device: torch.device, environment: Environment) -> _Decided:
     signature = (problem, device, environment.allowed, environment.registry)
-    found = _decisions.get(signature)
-    if found is None:
-        found = _decisions[signature] = _built(choose(problem, find_target(device), environment.allowed))
+    entry = _decisions.get(signature)
+    if entry is None:
+        entry = _decisions[signature] = _built(choose(problem, find_target(device), environment.allowed))
         _trim(_decisions)
     elif cache_check.ENABLED:
         # the planner is a pure function of the key, and of what a target says of the device
         rebuilt = {"problem": problem, "target": find_target(device)}
-        cache_check.compare("the cache of decisions", vars(found[0]), rebuilt)
-    return found
+        cache_check.compare("the cache of decisions", vars(entry[0]), rebuilt)
+    return entry
 
 
 def _built(decision: Decision) -> tuple[Decision, Kernel]:
@@ -146,14 +146,14 @@ def _compiled(decision: Decision) -> Kernel:
     assert plan is not None
     backend = backends.load(plan.backend)
     key = backend.kernel_key(plan)
-    found = _kernels.get(key)
-    if found is None or found[0] is not backend:  # names may be given away again
+    entry = _kernels.get(key)
+    if entry is None or entry[0] is not backend:  # names may be given away again
         kernel = backend.build(plan)
         if Kernel not in type(kernel).__mro__:
             raise TypeError(f"{type(kernel).__name__}, of the backend {plan.backend!r}, does not derive from foci.backends.contract.Kernel")
-        found = _kernels[key] = backend, kernel
+        entry = _kernels[key] = backend, kernel
         _trim(_kernels)
-    return found[1]
+    return entry[1]
 
 
 def _trim(cache: OrderedDict[Any, Any]) -> None:
@@ -251,18 +251,18 @@ def _backward(decision: Decision, kernel: Kernel, operands: Operands, results: R
 
 def launch_forward(call: Chosen, program: Program, tensors: Inputs, optional: OptionalTensors) -> list[Tensor] | None:
     """See `foci.backends.contract.Kernel`."""
-    made = call.kernel.launch_forward(program, tensors, optional)
-    if made is not None and observers():
+    outputs = call.kernel.launch_forward(program, tensors, optional)
+    if outputs is not None and observers():
         _tell(call.decision, backward=False)
-    return made
+    return outputs
 
 
-def launch_backward(call: Chosen, program: Program, tensors: Inputs, optional: OptionalTensors, given: Given) -> list[Tensor] | None:
+def launch_backward(call: Chosen, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given) -> list[Tensor] | None:
     """See `foci.backends.contract.Kernel`."""
-    made = call.kernel.launch_backward(program, tensors, optional, given)
-    if made is not None and observers():
+    gradients = call.kernel.launch_backward(program, tensors, optional, bwd_args)
+    if gradients is not None and observers():
         _tell(call.decision, backward=True)
-    return made
+    return gradients
 
 
 def _empty_gradients(operands: Operands, needs: Needs) -> Gradients:

@@ -117,7 +117,7 @@ def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) ->
     """
     target = find_target(device)
     considered = (backends.load(name) for name in backends.names() if allowed is None or name in allowed)
-    return next((found for one in considered if (found := one.row_kernels(target)) is not None), None)
+    return next((kernels for one in considered if (kernels := one.row_kernels(target)) is not None), None)
 
 
 def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], target: Target, *, needs_backward: bool) -> float | None:
@@ -150,12 +150,12 @@ def find_target(device: torch.device) -> Target:
     CPU features are the instruction sets torch reports (`torch.backends.cpu.get_cpu_capability`) and what backends find here, `cxx` of a
     C++ compiler; CUDA features hold `triton` and, say, `triton-3.6` where it is installed.
     """
-    found = _targets.get(device)
-    if found is None:
-        found = _inspect(device)
+    target = _targets.get(device)
+    if target is None:
+        target = _inspect(device)
         if device.type != "cpu":  # what is there for it to build with may come and go
-            _targets[device] = found
-    return found
+            _targets[device] = target
+    return target
 
 
 def plan_for(device: torch.device, target: Target) -> None:

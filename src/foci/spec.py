@@ -102,18 +102,18 @@ def spec_of_functions(
     closed = score.tensors + mask.tensors if score.tensors or mask.tensors else ()
     closed_strides: Hashable = ()
     common: Hashable = ()
-    others = 0
+    address_bits = 0  # all addresses but those of query, key and value, by bitwise or
     if closed:
         for tensor in closed:
             if tensor.is_neg():
                 return None
-            others |= tensor.data_ptr()
+            address_bits |= tensor.data_ptr()
         closed_strides = tuple([t.stride() for t in closed])
         if score.tensors and mask.tensors:
             common = shared(score, mask)
     blocks = pages = sequences = None
     if e.blocks is not None:
-        blocks, others = (e.blocks.shape, e.blocks.stride(), e.blocks.device, e.block_size), others | e.blocks.data_ptr()
+        blocks, address_bits = (e.blocks.shape, e.blocks.stride(), e.blocks.device, e.block_size), address_bits | e.blocks.data_ptr()
     if e.cu_q is None:
         shapes: Hashable = (query.shape, key.shape, value.shape)
         strides: Hashable = (query.stride(), key.stride(), value.stride())
@@ -123,7 +123,7 @@ def spec_of_functions(
         sequences = _describe_sequences(e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths)
         shapes, strides = _describe_packed(query, key, value)
     if e.page_table is not None and e.kv_lengths is not None:
-        pages, others = _describe_pages(e.page_table, e.kv_lengths), others | e.page_table.data_ptr() | e.kv_lengths.data_ptr()
+        pages, address_bits = _describe_pages(e.page_table, e.kv_lengths), address_bits | e.page_table.data_ptr() | e.kv_lengths.data_ptr()
     requires_grad: Hashable = needs_all
     if not needs_all and torch.is_grad_enabled():
         requires_grad = (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
@@ -132,7 +132,7 @@ def spec_of_functions(
         (score.structure, *score.numbers, mask.structure, *mask.numbers, common), (o.lse, o.row_max, o.column_sums, o.weights),
         None if e.scale is None else _exact(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides,
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
-        ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15), (query is key, key is value, query is value),
+        ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, address_bits & 15), (query is key, key is value, query is value),
         closed_strides, blocks, sequences, pages, e.dropout_p > 0, requires_grad, False, e.lower_right_form, environment,
     ))  # fmt: skip
     return spec
@@ -148,14 +148,14 @@ def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hasha
         is_joined: of a backward, whether its gradients are wanted in rows of one tensor.
     """
     query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args
-    others = 0
+    address_bits = 0  # all addresses but those of query, key and value, by bitwise or
     for tensor in captures:
-        others |= tensor.data_ptr()
+        address_bits |= tensor.data_ptr()
     block_mask = pages = sequences = None
     if blocks is not None:
-        block_mask, others = (blocks.shape, blocks.stride()), others | blocks.data_ptr()
+        block_mask, address_bits = (blocks.shape, blocks.stride()), address_bits | blocks.data_ptr()
     if page_table is not None:
-        pages, others = _describe_pages(page_table, lengths[3]), others | lengths[3].data_ptr() | page_table.data_ptr()
+        pages, address_bits = _describe_pages(page_table, lengths[3]), address_bits | lengths[3].data_ptr() | page_table.data_ptr()
     is_packed = lengths[0] is not None
     if is_packed:
         sequences = _describe_sequences(*lengths)
@@ -163,7 +163,7 @@ def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hasha
     return CallSpec(
         (line, *ints, *map(_exact, floats)), None, _exact(scale), dropout_p, max_q, max_kv, True, shapes, strides,
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
-        ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15), (query is key, key is value, query is value),
+        ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, address_bits & 15), (query is key, key is value, query is value),
         tuple([(t.shape, t.stride(), t.dtype) for t in captures]), block_mask, sequences, pages, seed is not None, requires_grad, is_joined,
         "", read_environment(allowed, query.device),
     )  # fmt: skip
@@ -202,10 +202,10 @@ def _describe_packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Hashabl
 
 def _describe_sequences(cu_q: Tensor, cu_kv: Tensor | None, q_lengths: Tensor | None, kv_lengths: Tensor | None) -> Hashable:
     """Shapes and dtypes; keys that are packed by the same tensor as queries have None."""
-    own = None if cu_kv is cu_q else _describe(cu_kv)
+    cu_kv_spec = None if cu_kv is cu_q else _describe(cu_kv)
     if q_lengths is None and kv_lengths is None:
-        return _describe(cu_q), own
-    return _describe(cu_q), own, _describe(q_lengths), _describe(kv_lengths)
+        return _describe(cu_q), cu_kv_spec
+    return _describe(cu_q), cu_kv_spec, _describe(q_lengths), _describe(kv_lengths)
 
 
 def _describe(tensor: Tensor | None) -> Hashable:

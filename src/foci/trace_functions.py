@@ -104,11 +104,11 @@ def _remembered(
     if traces is None:
         traces = _traces[structure] = OrderedDict()
         _drop_oldest(_traces, _STRUCTURES)
-    found = traces.pop(numbers, None)
-    if found is not None:
-        traces[numbers] = found  # the newest; another thread may have dropped it meanwhile
-        b = found.bound
-        known = Bound(b.variant, tuple(tensors[n] for n in found.spots), b.ints, b.floats)
+    trace = traces.pop(numbers, None)
+    if trace is not None:
+        traces[numbers] = trace  # the newest; another thread may have dropped it meanwhile
+        b = trace.bound
+        known = Bound(b.variant, tuple(tensors[n] for n in trace.spots), b.ints, b.floats)
         if cache_check.ENABLED:
             cache_check.compare("the cache of traced functions", vars(known), vars(_traced(score, mask, device, has_blocks=has_blocks)[0]))
         return known

@@ -50,12 +50,12 @@ class Joined:
 
     Attributes:
         old: the sum.
-        made: what stands for it, in order; the last is the sum.
+        new_nodes: what stands for it, in order; the last is the sum.
         inside: the nodes that `old` was made of: its terms, but for those that are no products.
     """
 
     old: fx.Node
-    made: tuple[fx.Node, ...]
+    new_nodes: tuple[fx.Node, ...]
     inside: frozenset[fx.Node]
 
     def keep(self, graph: fx.Graph) -> None:
@@ -64,8 +64,8 @@ class Joined:
 
     def undo(self, graph: fx.Graph) -> None:
         """Puts the sum back."""
-        self.made[-1].replace_all_uses_with(self.old)
-        for node in reversed(self.made):
+        self.new_nodes[-1].replace_all_uses_with(self.old)
+        for node in reversed(self.new_nodes):
             graph.erase_node(node)
 
 

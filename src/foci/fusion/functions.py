@@ -62,7 +62,7 @@ class _Softmax:
         dim: the dimension that sums to one.
         fill: mask and constant, or nothing.
         results: names of the filled result.
-        others: what mask and constant are made of.
+        other_steps: what mask and constant are made of.
     """
 
     scores: fx.Node
@@ -70,7 +70,7 @@ class _Softmax:
     dim: int
     fill: tuple[Any, ...]
     results: frozenset[fx.Node]
-    others: tuple[fx.Node, ...]
+    other_steps: tuple[fx.Node, ...]
 
 
 def _several(value: Any) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ def _open(graph: fx.Graph, node: fx.Node, forward: fx.Graph, softmax: _Softmax, 
         return new
 
     with graph.inserting_before(node):
-        for inner in softmax.others:
+        for inner in softmax.other_steps:
             table[inner] = graph.node_copy(inner, table.__getitem__)
         result, fill = table[softmax.scores], [table.get(arg, arg) for arg in softmax.fill]
         if fill:

@@ -198,8 +198,8 @@ def _softmax_site(graph: fx.Graph, softmax: Softmax, writes: Writes, sizes: Size
     if len(above) > 1 and _find_products(_below(softmax.node)):
         joined = join_products(graph, sorted(passed, key=lambda n: writes.position.get(n, -1), reverse=True), sizes, mode)
         for each in joined:
-            writes.add(each.made, each.old)
-        source = next((each.made[-1] for each in joined if each.old is softmax.source), softmax.source)
+            writes.add(each.new_nodes, each.old)
+        source = next((each.new_nodes[-1] for each in joined if each.old is softmax.source), softmax.source)
         site = _spelled_site(graph, replace(softmax, source=source), writes, sizes, mode) if joined else None
         fused = site is not None and site.fused
         for each in joined:
@@ -363,7 +363,7 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
         _erase_between(graph, before, old)
         raise
     old.replace_all_uses_with(new)
-    for node, replacement in lowered.others.items():
+    for node, replacement in lowered.logsumexps.items():
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
     inserted = list(itertools.takewhile(lambda node: node is not before, _upward(old.prev)))

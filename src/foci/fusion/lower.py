@@ -66,10 +66,10 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """Node that replaces the second product, and nodes that replace others."""
+    """Node that replaces the second product, and nodes that replace logsumexps."""
 
     out: fx.Node
-    others: dict[fx.Node, fx.Node]
+    logsumexps: dict[fx.Node, fx.Node]
 
 
 def prepare(match: Match) -> Prepared:

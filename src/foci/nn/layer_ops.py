@@ -115,7 +115,7 @@ class Attention:
         """The call of query, key and value with gradients of them, of an attention that captures nothing."""
         call = self._learning
         if call is None:
-            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, needs_grad=True, whole=self._whole)
+            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, needs_grad=True, no_padding=self._whole)
             assert call is not None, "a plain call is known by functions like these"
             if not self._given.dropout_p:
                 self._learning = call
@@ -127,7 +127,7 @@ class Attention:
         call = self._calls.get(needs_grad)
         if call is None:
             tensors = heads.split(projected)
-            call = PackedCall.of(tensors, self._score, self._mask, self._extras, needs_grad=False, whole=self._whole)
+            call = PackedCall.of(tensors, self._score, self._mask, self._extras, needs_grad=False, no_padding=self._whole)
             if call is None:
                 return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
             if not (call.captures or self._given.dropout_p):  # each layer draws a seed of its own

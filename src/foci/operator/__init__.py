@@ -90,8 +90,8 @@ def find_outline(
     Raises:
         NoViableBackend: if no backend accepts the problem.
     """
-    given = replace(operands, query=tensors[0], key=tensors[1], value=tensors[2])
-    spec = spec_of_operator(flatten(formula, given, allowed), allowed, needs)
+    outline_operands = replace(operands, query=tensors[0], key=tensors[1], value=tensors[2])
+    spec = spec_of_operator(flatten(formula, outline_operands, allowed), allowed, needs)
     known: Outline | None = call_cache.recall(spec)
     if known is not None and not cache_check.ENABLED:
         return known
@@ -110,8 +110,8 @@ def attend_outlined(outline: Outline, tensors: Sequence[Tensor], optional: Optio
     if not outline.needs_grad:
         return forward_now(outline, tensors, optional)
     aside: list[Tensor] = []
-    found = _apply(outline, optional, aside, *tensors)
-    return Results(found, aside[0]) if aside else Results(*found)
+    outputs = _apply(outline, optional, aside, *tensors)
+    return Results(outputs, aside[0]) if aside else Results(*outputs)
 
 
 _apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
@@ -120,8 +120,8 @@ _apply: Final[Any] = super(torch.autograd.Function, EagerAttention).apply
 
 def optional_tensors(operands: Operands) -> OptionalTensors:
     """The operands' other tensors."""
-    found = operands.optional
-    return NOTHING if all(t is None for t in found) else found
+    optional = operands.optional
+    return NOTHING if all(t is None for t in optional) else optional
 
 
 def is_plain_eager(tensors: Sequence[Tensor]) -> bool:

@@ -84,13 +84,13 @@ def make_outline(chosen: Chosen, operands: Operands, *, packed: bool = False, pr
 
 def forward_now(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
     """Attention of query, key, value and captured tensors."""
-    made = None if outline.program is None else launch_forward(outline.chosen, outline.program, tensors, optional)
-    if made is None:
+    outputs = None if outline.program is None else launch_forward(outline.chosen, outline.program, tensors, optional)
+    if outputs is None:
         return _forward_anew(outline, tensors, optional)
     if cache_check.ENABLED:
         anew = _forward_anew(outline._replace(program=None), tensors, optional)
-        cache_check.compare_tensors("the launches of a forward pass", made, (anew.out, anew.lse, anew.row_max)[: len(made)])
-    return Results(*made)
+        cache_check.compare_tensors("the launches of a forward pass", outputs, (anew.out, anew.lse, anew.row_max)[: len(outputs)])
+    return Results(*outputs)
 
 
 def _forward_anew(outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors) -> Results:
@@ -109,12 +109,12 @@ def bind_forward(
 
 
 def bind_backward(
-    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: OptionalTensors, found: tuple[Tensor, Tensor], gradient: Tensor
+    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: OptionalTensors, outputs: tuple[Tensor, Tensor], gradient: Tensor
 ) -> BackwardOfRows | None:
     """`backward_now` likewise."""
     if outline.program is None or not _is_of_rows(outline, optional):
         return None
-    return outline.chosen.kernel.bind_backward(outline.program, rows, tensors, optional, Given(*found, gradient))
+    return outline.chosen.kernel.bind_backward(outline.program, rows, tensors, optional, Given(*outputs, gradient))
 
 
 def _is_of_rows(outline: Outline, optional: OptionalTensors) -> bool:
@@ -146,10 +146,10 @@ class EagerAttention(torch.autograd.Function):
         if not (asked.lse or asked.row_max or asked.column_sums or asked.weights):
             aside.append(lse)
             return out
-        others = tuple(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights))
-        if others[0] is not None:
-            ctx.mark_non_differentiable(others[0])
-        return (out, lse, *others)
+        aux_outputs = tuple(None if t is None else t.contiguous() for t in (r.row_max, r.column_sums, r.weights))
+        if aux_outputs[0] is not None:
+            ctx.mark_non_differentiable(aux_outputs[0])
+        return (out, lse, *aux_outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -165,27 +165,27 @@ class EagerAttention(torch.autograd.Function):
 
 
 def backward_now(
-    outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors, found: tuple[Tensor, Tensor], grads: Sequence[Tensor | None]
+    outline: Outline, tensors: Sequence[Tensor], optional: OptionalTensors, outputs: tuple[Tensor, Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and captured tensors, of what `forward_now` found, its out and logsumexp, and of gradients
-    of its results."""
-    out, lse = found
+    """Gradients of query, key, value and captured tensors, from the outputs of `forward_now`, out and logsumexp, and the gradients of its
+    results."""
+    out, lse = outputs
     grads = (*[None if g is None else g.resolve_neg() for g in grads], None, None, None, None)[:5]
     is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
     if outline.program is not None and grads[0] is not None and not is_batched and not is_recorded:
-        made = _known_gradients(outline, outline.program, tensors, optional, Given(out, lse, grads[0], grads[1]))
-        if made is not None:
+        gradients = _known_gradients(outline, outline.program, tensors, optional, Given(out, lse, grads[0], grads[1]))
+        if gradients is not None:
             if cache_check.ENABLED:
-                anew = backward_now(outline._replace(program=None), tensors, optional, found, grads)
-                cache_check.compare_tensors("the launches of a backward pass", made, anew)
-            return made
+                anew = backward_now(outline._replace(program=None), tensors, optional, outputs, grads)
+                cache_check.compare_tensors("the launches of a backward pass", gradients, anew)
+            return gradients
     results = Results(out, lse)
     if outline.packed:
         results = Results(as_batch(out), lse.unsqueeze(0))
         grads = (None if grads[0] is None else as_batch(grads[0]), None if grads[1] is None else grads[1].unsqueeze(0), *grads[2:])
     g = _gradients(outline, outline.operands(tensors, optional), results, grads, is_batched=is_batched, is_recorded=is_recorded)
-    made = (g.query, g.key, g.value)
-    return (*(map(_packed_or_none, made) if outline.packed else made), *g.captures)
+    dqkv = (g.query, g.key, g.value)
+    return (*(map(_packed_or_none, dqkv) if outline.packed else dqkv), *g.captures)
 
 
 def _packed_or_none(batch: Tensor | None) -> Tensor | None:
@@ -193,14 +193,14 @@ def _packed_or_none(batch: Tensor | None) -> Tensor | None:
 
 
 def _known_gradients(
-    outline: Outline, program: Program, tensors: Sequence[Tensor], optional: OptionalTensors, given: Given
+    outline: Outline, program: Program, tensors: Sequence[Tensor], optional: OptionalTensors, bwd_args: Given
 ) -> tuple[Tensor | None, ...] | None:
     """Compute the gradients by launches that are kept, if they are."""
-    made = launch_backward(outline.chosen, program, tensors, optional, given)
-    if made is None:
+    gradients = launch_backward(outline.chosen, program, tensors, optional, bwd_args)
+    if gradients is None:
         return None
     q, k, v, captures = outline.chosen.needs
-    rest = iter(made)
+    rest = iter(gradients)
     return tuple([next(rest) if on else None for on in (q, k, v, *captures)])
 
 
@@ -247,5 +247,5 @@ def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tens
     outputs = (results.out, results.lse, None, results.column_sums, results.weights)
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None and o.requires_grad]
     wanted = [leaf for leaf, on in zip(leaves, flags) if on]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    return name_gradients([next(found) if on else None for on in flags])
+    gradients = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return name_gradients([next(gradients) if on else None for on in flags])

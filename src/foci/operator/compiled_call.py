@@ -53,11 +53,11 @@ class _Place:
 
 def _surroundings(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor]) -> tuple[object, ...]:
     """Return what a call depends on that may change where sizes, strides and numbers do not."""
-    address, others = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
+    address, capture_address = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     for tensor in captures:
-        others |= tensor.data_ptr()
+        capture_address |= tensor.data_ptr()
     environment = read_environment(allowed_backends(), query.device)
-    return address & 15, others & 15, query is key, key is value, query is value, environment
+    return address & 15, capture_address & 15, query is key, key is value, query is value, environment
 
 
 class Forward(_Place):
@@ -66,8 +66,8 @@ class Forward(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, ...]:
-        found = op_impl.forward(self._known(op_impl.forward_known, args, args[:4]), args)
-        return found.out, found.lse.contiguous(), found.row_max, found.column_sums, found.weights
+        results = op_impl.forward(self._known(op_impl.forward_known, args, args[:4]), args)
+        return results.out, results.lse.contiguous(), results.row_max, results.column_sums, results.weights
 
 
 class Backward(_Place):

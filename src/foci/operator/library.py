@@ -89,9 +89,11 @@ def _no_gradients(numbers: Sequence[Any]) -> tuple[Any, ...]:
 def _backward_fake(*args: Any) -> list[Tensor]:
     needs, tensors, captures = args[6], args[7:10], args[10]
     strides = [gradient_strides(t.shape, heads_in_rows=_heads_lie_in_rows(t)) for t in tensors]
-    made = [t.new_empty_strided(t.shape, s) for flag, t, s in zip(needs, tensors, strides, strict=False) if flag == "1"]
-    made += [torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(needs[3:], captures, strict=True) if flag == "1"]
-    return made
+    grads = [t.new_empty_strided(t.shape, s) for flag, t, s in zip(needs, tensors, strides, strict=False) if flag == "1"]
+    grads += [
+        torch.empty_like(t, memory_format=torch.contiguous_format) for flag, t in zip(needs[3:], captures, strict=True) if flag == "1"
+    ]
+    return grads
 
 
 def _rows_fake(*args: Any) -> Tensor:
@@ -123,9 +125,9 @@ def _double_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     count = 3 + ctx.captured
     rest = iter(saved[count:])
     optional = [next(rest) if present else None for present in ctx.present]
-    others = [next(rest) if present else None for present in ctx.cotangents]
+    aux_grads = [next(rest) if present else None for present in ctx.cotangents]
     formula, operands, _ = unflatten((*saved[:3], saved[3:count], *optional, *ctx.numbers))
-    first = _second_order(formula, operands, [grad_out, *others], [flag == "1" for flag in ctx.needs], grads)
+    first = _second_order(formula, operands, [grad_out, *aux_grads], [flag == "1" for flag in ctx.needs], grads)
     by_tensor, by_cotangent = first[:count], first[count:]
     return (*by_cotangent, None, None, None, *by_tensor[:3], list(by_tensor[3:]), *_no_gradients(ctx.numbers))
 
@@ -217,10 +219,10 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any], deri
     """Not by `torch.library.custom_op`, whose checks of each call cost more than finding the kernel."""
     _library.define(name + _SCHEMAS[name], tags=_TAGS)  # type: ignore[no-untyped-call]
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    whole = f"foci::{name}"
-    torch.library.register_fake(whole, fake, lib=_library)
+    qualified_name = f"foci::{name}"
+    torch.library.register_fake(qualified_name, fake, lib=_library)
     register_autograd(_library, name, run, *derivative)
-    torch.library.register_vmap(whole, vmap, lib=_library)
+    torch.library.register_vmap(qualified_name, vmap, lib=_library)
 
 
 _register("attention", op_impl.results, _attention_fake, (_backward, _setup), _attention_vmap)

@@ -116,9 +116,9 @@ def _recalled(spec: CallSpec, build: Callable[[], Known]) -> Known:
 def forward(known: Known, args: tuple[Any, ...]) -> Results:
     """Attention of the flat arguments of the operator, with the strides that its output is promised to have."""
     outline, strides = known
-    found = forward_now(outline, (*args[:3], *args[3]), OptionalTensors(*args[4:11]))
-    out = _with_strides(found.out, (strides or _forward_strides(args))[0])
-    return found if out is found.out else replace(found, out=out)
+    outputs = forward_now(outline, (*args[:3], *args[3]), OptionalTensors(*args[4:11]))
+    out = _with_strides(outputs.out, (strides or _forward_strides(args))[0])
+    return outputs if out is outputs.out else replace(outputs, out=out)
 
 
 def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -130,30 +130,30 @@ def backward(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 def backward_rows(known: Known, arguments: tuple[Any, ...]) -> Tensor:
     """Compute the gradients of query, key and value in rows of one tensor."""
-    made = _found(known, arguments)
-    (b, _, s, _), width = made[0].shape, sum([t.shape[1] * t.shape[3] for t in made])
-    address, strides = made[0].data_ptr(), (s * width, width, 1)
-    for t in made:
+    grad_inputs = _found(known, arguments)
+    (b, _, s, _), width = grad_inputs[0].shape, sum([t.shape[1] * t.shape[3] for t in grad_inputs])
+    address, strides = grad_inputs[0].data_ptr(), (s * width, width, 1)
+    for t in grad_inputs:
         _, h, _, d = t.shape
         # of one row alone, gradients may be neighbours without being parts of one tensor
         if t.stride() != (strides[0], d, width, 1) or t.data_ptr() != address or s < 2:
-            return torch.cat([t.transpose(1, 2).flatten(2) for t in made], 2)
+            return torch.cat([t.transpose(1, 2).flatten(2) for t in grad_inputs], 2)
         address += h * d * t.element_size()
-    return made[0].as_strided((b, s, width), strides)
+    return grad_inputs[0].as_strided((b, s, width), strides)
 
 
 def _found(known: Known, arguments: tuple[Any, ...]) -> list[Tensor]:
     """As the kernel makes them."""
     (grad_out, grad_lse, grad_columns, grad_weights, out, lse, _), args = arguments[:7], arguments[7:]
     outline, tensors, optional = known.outline, (*args[:3], *args[3]), OptionalTensors(*args[4:11])
-    made: Sequence[Tensor | None] | None = None
+    grad_inputs: Sequence[Tensor | None] | None = None
     if outline.program is not None and grad_columns is None and grad_weights is None:
-        made = launch_backward(outline.chosen, outline.program, tensors, optional, Given(out, lse, grad_out, grad_lse))
-    if made is None:
+        grad_inputs = launch_backward(outline.chosen, outline.program, tensors, optional, Given(out, lse, grad_out, grad_lse))
+    if grad_inputs is None:
         cotangents = Cotangents(grad_out, grad_lse, grad_columns, grad_weights)
-        found = run_backward(outline.chosen, outline.operands(tensors, optional), Results(out, lse), cotangents)
-        made = (found.query, found.key, found.value, *found.captures)
-    return [t for t in made if t is not None]
+        g = run_backward(outline.chosen, outline.operands(tensors, optional), Results(out, lse), cotangents)
+        grad_inputs = (g.query, g.key, g.value, *g.captures)
+    return [t for t in grad_inputs if t is not None]
 
 
 def _names(allowed: str) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def _outline(args: Sequence[Any], environment: Environment, needs: Needs, *, joi
 
 def _with_strides(tensor: Tensor, strides: Strides) -> Tensor:
     """The tensor, or a copy with these strides."""
-    found = tensor.stride()
-    if found == strides or all(a == b or n == 1 for a, b, n in zip(found, strides, tensor.shape, strict=True)):
+    current_strides = tensor.stride()
+    if current_strides == strides or all(a == b or n == 1 for a, b, n in zip(current_strides, strides, tensor.shape, strict=True)):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

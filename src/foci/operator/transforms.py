@@ -59,8 +59,8 @@ class Transformed(torch.autograd.Function):
         call: TransformedCall = ctx.call
         needs = "".join(str(int(need)) for need in ctx.needs_input_grad[1 : 4 + len(call.operands.captures)])
         *tensors, out, lse = ctx.saved_tensors
-        found = iter(_TransformedBackward.apply(call, needs, grads[0], grads[1], grads[3], grads[4], out, lse, *tensors))  # type: ignore[no-untyped-call]
-        return (None, *(next(found) if flag == "1" else None for flag in needs), *[None] * (len(tensors) - len(needs)))
+        gradients = iter(_TransformedBackward.apply(call, needs, grads[0], grads[1], grads[3], grads[4], out, lse, *tensors))  # type: ignore[no-untyped-call]
+        return (None, *(next(gradients) if flag == "1" else None for flag in needs), *[None] * (len(tensors) - len(needs)))
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -72,9 +72,9 @@ class _TransformedBackward(torch.autograd.Function):
     def forward(call: TransformedCall, needs: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         grad_out, grad_lse, grad_columns, grad_weights, out, lse, *inputs = tensors
         asked = call.formula.outputs
-        others = (grad_lse if asked.lse else None, grad_columns if asked.column_sums else None, grad_weights if asked.weights else None)
+        aux_grads = (grad_lse if asked.lse else None, grad_columns if asked.column_sums else None, grad_weights if asked.weights else None)
         flat = flatten(call.formula, call.with_tensors(inputs), call.allowed)
-        return tuple(torch.ops.foci.attention_backward(grad_out, *others, out, lse, needs, *flat))
+        return tuple(torch.ops.foci.attention_backward(grad_out, *aux_grads, out, lse, needs, *flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -94,8 +94,8 @@ class _TransformedBackward(torch.autograd.Function):
             return _formula_gradient(ctx.call, ctx.wanted, tensors)
 
         pull = torch.func.vjp(first, *(saved[n] for n in varied))[1]
-        found = dict(zip(varied, pull(tuple(grads)), strict=True))
-        every = [found.get(n) for n in range(len(saved))]
+        gradients = dict(zip(varied, pull(tuple(grads)), strict=True))
+        every = [gradients.get(n) for n in range(len(saved))]
         return (None, None, *every[:4], None, None, *every[4:])
 
 

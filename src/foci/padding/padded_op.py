@@ -97,7 +97,7 @@ class _Rewrite:
     Attributes:
         growth: that is done.
         remade: the operations that run with grown dims, in their order.
-        made: by node, the one with grown dims that takes its place, masked where a reader needed that.
+        replacements: by node, the one with grown dims that takes its place, masked where a reader needed that.
         first: by node, the same before anything was masked.
         fills: by node with grown dims, what stands in its padding, if that is known.
         maxima: by maximum over a grown dim, what it was taken of.
@@ -106,7 +106,7 @@ class _Rewrite:
     graph: fx.Graph
     growth: Growth
     remade: dict[fx.Node, None]
-    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    replacements: dict[fx.Node, fx.Node] = field(default_factory=dict)
     first: dict[fx.Node, fx.Node] = field(default_factory=dict)
     fills: dict[fx.Node, Fill | None] = field(default_factory=dict)
     maxima: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -207,11 +207,11 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
     by_operand: dict[fx.Node, fx.Node] = {}
     with state.graph.inserting_before(node):
         for operand in node.all_input_nodes:
-            if growth.dims(operand) and operand not in state.made:
+            if growth.dims(operand) and operand not in state.replacements:
                 # no earlier: what is copied right before its product still lies in the cache
-                state.made[operand] = _padded(state, operand)
+                state.replacements[operand] = _padded(state, operand)
             over = {dim: relations.reduced[operand, dim] for dim in growth.dims(operand) if (operand, dim) in relations.reduced}
-            by_operand[operand] = _masked(state, operand, over) if over else state.made.get(operand, operand)
+            by_operand[operand] = _masked(state, operand, over) if over else state.replacements.get(operand, operand)
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: by_operand[n])
         arguments = resized(growth, node, arguments)
         lengths = {dim: growth.lengths[node, dim][1] for dim in growth.dims(node)}
@@ -219,11 +219,11 @@ def _remake(state: _Rewrite, node: fx.Node) -> None:
     if node.target is aten.amax.default:
         state.maxima[longer] = longer.args[0]  # type: ignore[assignment]
     if growth.dims(node):
-        state.made[node] = state.first[node] = longer
+        state.replacements[node] = state.first[node] = longer
         state.fills[longer] = _fill(state, node, longer)
     else:
         node.replace_all_uses_with(longer)
-        state.made[node] = longer
+        state.replacements[node] = longer
 
 
 def _fill(state: _Rewrite, node: fx.Node, longer: fx.Node) -> Fill | None:
@@ -288,7 +288,7 @@ def _follows(node: fx.Node, product: fx.Node) -> bool:
 
 def _masked(state: _Rewrite, node: fx.Node, over: Mapping[int, float]) -> fx.Node:
     """A grown tensor whose padding holds what changes no reduction over these dims; whoever reads it later reads that."""
-    longer = state.made[node]
+    longer = state.replacements[node]
     for dim, neutral in over.items():
         fill = state.fills.get(longer)
         if fill is not None and fill.value == neutral:
@@ -299,7 +299,7 @@ def _masked(state: _Rewrite, node: fx.Node, over: Mapping[int, float]) -> fx.Nod
         longer = state.call(aten.where.self, (_mask(state, node, dim), longer, instead), like=node, sizes=longer.meta["val"].shape)
         is_only_dim = len(state.growth.dims(node)) == 1
         state.fills[longer] = Fill(neutral) if is_only_dim else None
-    state.made[node] = longer
+    state.replacements[node] = longer
     return longer
 
 
@@ -317,7 +317,7 @@ def _mask(state: _Rewrite, node: fx.Node, dim: int) -> fx.Node:
 
 def _cut(state: _Rewrite, node: fx.Node) -> None:
     """Whoever cannot take the grown result gets it in its own size and strides."""
-    current = state.made[node]
+    current = state.replacements[node]
     if any(reader < current for reader in node.users):
         current = state.first[node]  # what was masked for a later reader does not exist yet
     value = fake_value(node)
