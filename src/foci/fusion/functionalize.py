@@ -39,6 +39,7 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
             continue
         result = rule(Write(graph, node, call, target, position, mode))
         if result is not None:
+            storages[result] = storages[target]  # a later write of the same tensor writes the result
             _rewire(result, target, position, mode)
 
 
@@ -205,7 +206,8 @@ def _result_dtype(write: Write, function: Callable[..., Any], named: dict[str, A
 # Examples are statements that write `y`, which is `x * 2`: `x` floats [2, 3, 4, 6], `mask` where they are positive, `rows` four integers.
 WRITE_RULES: Final[tuple[Rule[Becomes], ...]] = (
     Rule(("setitem",), "one number where a mask is true: masked_fill", _fill,
-         ("y[mask] = 0.0", "y[:, :, mask[0, 0]] = -1.0", "y[..., mask[0, 0]] = 2", "y[:, mask[0, :, 0, 0]] = 1.0"),
+         ("y[mask] = 0.0", "y[:, :, mask[0, 0]] = -1.0", "y[..., mask[0, 0]] = 2", "y[:, mask[0, :, 0, 0]] = 1.0",
+          "y[mask] = 0.0; y[~mask] = 1.0"),
          ("y[mask] = x.mean()", "y[:, rows] = 0.0", "y[0, mask[0]] = 0.0", "y = y.int(); y[mask] = 1", "x[mask] = 0.0")),
     Rule(("method_",), "a method with an underscore: the method without", _method,
          ("y.mul_(3)", "y = y.masked_fill_(mask, 0.0)", "y.clamp_(min=x)", "y = (y > 1).logical_and_(mask)"),
@@ -232,7 +234,8 @@ def _is_float_to_float(computed: torch.dtype, written: torch.dtype) -> bool:
 
 ROUNDING_RULES: Final[tuple[Rule[Rounds], ...]] = (
     Rule(("add", "sub", "mul", "div"), "computed in the widest dtype of the operands, then rounded to the written one", _is_float_to_float,
-         ("y = y.half(); y.add_(x)", "y = y.half(); y -= x", "y = y.half(); y *= x", "y = y.bfloat16(); y /= x"),
+         ("y = y.half(); y.add_(x)", "y = y.half(); y -= x", "y = y.half(); y *= x", "y = y.bfloat16(); y /= x",
+          "y = y.half(); y += x; y.mul_(x)"),
          ("y = y.half(); y.pow_(x)", "y = y.half(); y.clamp_(x)", "y = y.int(); y += rows[:, None]")),
 )  # fmt: skip
 _ROUNDED: Final[Mapping[str, Rounds]] = by_name(ROUNDING_RULES)
