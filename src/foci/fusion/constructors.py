@@ -85,6 +85,8 @@ def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
         raise NoRule("an arange of tensors")
     tensor = example_tensor(node)
     assert tensor is not None
+    if not tensor.dtype.is_floating_point:  # torch cuts both first
+        start, stride = (int(n) if isinstance(n, float) else n for n in (start, stride))
     position = combine_digits(index[0], lift.number)
     if stride != 1:
         position = apply("mul", position, lift.number(stride))
@@ -235,7 +237,8 @@ RULES: Final[tuple[Rule[Maker], ...]] = (
     Rule(("tensor", "scalar_tensor", "as_tensor"), "one number", _tensor, ("torch.scalar_tensor(3.0).expand(4)",),
          ("torch.tensor([3.0, 1.0])",)),
     Rule(("arange",), "a multiple of the position, plus a start", _arange,
-         ("torch.arange(4)[:, None] >= torch.arange(6)", "torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None]"),
+         ("torch.arange(4)[:, None] >= torch.arange(6)", "torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None]",
+          "torch.arange(1.5, 6.5, 1.5, dtype=torch.int64)", "torch.arange(-0.5, 3.0, dtype=torch.int32)"),
          ("torch.linspace(0.0, 1.0, 4)",)),
     Rule(("tril",), "the source up to a diagonal, else 0", _triangle(lower=True), ("torch.tril(torch.ones(4, 6))",),
          ("torch.linalg.cholesky(torch.eye(4) * 4)",)),
