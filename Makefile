@@ -13,8 +13,8 @@ RELEASES ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 # What breaks most often, of each layer: the language, the API, every backend, modules, rules of graphs, imports and caches.
 CORE := tests/ir tests/conformance/test_conformance.py tests/api/test_sdpa*.py tests/api/test_jagged*.py tests/api/test_errors.py \
-	tests/nn/test_attention*.py tests/fusion/test_rules.py tests/test_layers.py tests/test_masks.py tests/test_scores.py tests/test_blocks.py \
-	tests/test_caches.py
+	tests/nn/test_attention*.py tests/fusion/test_rules.py tests/fusion/test_functionalize.py tests/test_layers.py tests/test_masks.py tests/test_scores.py \
+	tests/test_blocks.py tests/test_caches.py
 say = @printf '== %s\n'
 
 # Progress is seen as it is made, into a file too. Bytecode is kept: tests start many processes that import foci.

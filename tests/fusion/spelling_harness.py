@@ -204,3 +204,17 @@ def graph_of(function, *tensors):
     module = fx.GraphModule(root, graph)
     with_values(module, tensors)
     return module
+
+
+def dynamo_graph_of(function, *tensors):
+    """The same as Dynamo makes it, with what the function creates itself."""
+    torch._dynamo.reset()
+    found = []
+
+    def keep(module, inputs):
+        found.append(module)
+        return module.forward
+
+    # one length: it only makes a graph
+    torch.compile(lambda *given: (function(*given), given[0].sum())[0], backend=keep, fullgraph=True)(*tensors)
+    return found[0]

@@ -5,7 +5,8 @@ Dynamo of torch 2.15 writes `x.mT`, `x.mH`, `x.T` and `x.H` as operators of ATen
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
@@ -17,8 +18,9 @@ from foci.fusion.fake_values import making
 from foci.fusion.fx_utils import as_call, example_value, is_tensor
 from foci.fusion.symbolic_element import PASSED
 from foci.fusion.views import PARTS
+from foci.ir.rule import Rule
 
-__all__ = ["open_views"]
+__all__ = ["RULE", "open_views"]
 
 _KNOWN: Final = PASSED | frozenset(PARTS)
 
@@ -26,11 +28,13 @@ _KNOWN: Final = PASSED | frozenset(PARTS)
 def open_views(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
     """Replaces each view that no rule knows by the views that torch makes it of; one that is itself basic stays."""
     for node in list(graph.nodes):
-        call = as_call(node)
-        if call is not None and call.name not in _KNOWN and _is_view(node):
-            steps = _steps(node, mode)
-            if steps is not None:
-                _put(graph, node, steps, mode)
+        steps = RULE.function(node, mode)
+        if steps is not None:
+            _put(graph, node, steps, mode)
+
+
+Steps: TypeAlias = Callable[[fx.Node, FakeTensorMode | None], fx.Graph | None]
+"""What an operator does to its first argument; None where it stays."""
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -54,7 +58,10 @@ def _gives_a_view(overload: Any) -> bool:
 
 
 def _steps(node: fx.Node, mode: FakeTensorMode | None) -> fx.Graph | None:
-    """Return what the operator does to its first argument; None where it is one basic operation, or cannot be run."""
+    """Return what a view that no rule knows does to its source; None where it is one basic operation, or cannot be run."""
+    call = as_call(node)
+    if call is None or call.name in _KNOWN or not _is_view(node):
+        return None
     rest, named = fx.map_arg((node.args[1:], node.kwargs), example_value)
 
     def run(source: Any) -> Any:
@@ -70,6 +77,14 @@ def _steps(node: fx.Node, mode: FakeTensorMode | None) -> fx.Graph | None:
     inputs = [step for step in traced.graph.nodes if step.op == "placeholder"]
     reads_one = all(step.op == "call_function" for step in operations) and len(inputs) == 1
     return traced.graph if reads_one and not same else None
+
+
+# Examples are of `x` [4, 6].
+RULE: Final[Rule[Steps]] = Rule(
+    ("aten.*",), "a view that torch composes of others, as its schema and a trace say", _steps,
+    ("torch.ops.aten.mT(x)", "torch.ops.aten.numpy_T(x)", "torch.ops.aten.mH.default(x)"),
+    ("torch.ops.aten.unfold(x, 1, 2, 1)", "torch.ops.aten.moveaxis.int(x, 0, 1)", "torch.ops.aten.fliplr(x)",
+     "torch.ops.aten.arccosh_(x)"))  # fmt: skip
 
 
 def _put(graph: fx.Graph, node: fx.Node, steps: fx.Graph, mode: FakeTensorMode | None) -> None:

@@ -85,6 +85,8 @@ def _arange(lift: Lift, node: fx.Node, call: Call, index: Index) -> Expr:
         raise NoRule("an arange of tensors")
     tensor = example_tensor(node)
     assert tensor is not None
+    if not tensor.dtype.is_floating_point:  # torch cuts both first
+        start, stride = (int(n) if isinstance(n, float) else n for n in (start, stride))
     position = combine_digits(index[0], lift.number)
     if stride != 1:
         position = apply("mul", position, lift.number(stride))
@@ -235,22 +237,23 @@ RULES: Final[tuple[Rule[Maker], ...]] = (
     Rule(("tensor", "scalar_tensor", "as_tensor"), "one number", _tensor, ("torch.scalar_tensor(3.0).expand(4)",),
          ("torch.tensor([3.0, 1.0])",)),
     Rule(("arange",), "a multiple of the position, plus a start", _arange,
-         ("torch.arange(4)[:, None] >= torch.arange(6)", "torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None]"),
+         ("torch.arange(4)[:, None] >= torch.arange(6)", "torch.arange(1, 12, 2)[None] - torch.arange(4)[:, None]",
+          "torch.arange(1.5, 6.5, 1.5, dtype=torch.int64)", "torch.arange(-0.5, 3.0, dtype=torch.int32)"),
          ("torch.linspace(0.0, 1.0, 4)",)),
     Rule(("tril",), "the source up to a diagonal, else 0", _triangle(lower=True), ("torch.tril(torch.ones(4, 6))",),
-         ("torch.tril_indices(4, 6)",)),
+         ("torch.linalg.cholesky(torch.eye(4) * 4)",)),
     Rule(("triu",), "the source from a diagonal on, else 0", _triangle(lower=False), ("torch.triu(torch.full((4, 6), 7.0), 2)",),
-         ("torch.triu_indices(4, 6)",)),
+         ("torch.linalg.cholesky(torch.eye(4) * 4, upper=True)",)),
     Rule(("eye",), "1 where row and column are one number", _eye, ("torch.eye(4)",), ("torch.diag(x[0, 0, 0])",)),
     Rule(("diff",), "an element less the one before it", _diff,
          ("torch.diff(torch.arange(4) * 3, prepend=torch.zeros(1, dtype=torch.int64))[:, None] + torch.zeros(6)", "torch.diff(x)"),
-         ("torch.diff(x, 2)",)),
+         ("torch.diff(x, 2)", "torch.diff(x, append=x[..., :1])", "torch.diff(x, prepend=x[..., :2])", "torch.diff(x > 0)")),
     Rule(("cumsum",), "a count of ones, where counting is exact, or 0", _cumsum,
          ("(torch.diff(torch.arange(6)[None], prepend=torch.arange(6)[None, :1] - 1) != 1).cumsum(-1)", "torch.ones(2, 300).cumsum(-1)"),
-         ("x.cumsum(-1)", "torch.ones(2, 300, dtype=torch.bfloat16).cumsum(-1)")),
+         ("x.cumsum(-1)", "torch.full((2, 300), 2.0).cumsum(-1)", "torch.ones(2, 300, dtype=torch.bfloat16).cumsum(-1)")),
     Rule(("pad",), "the source inside, one number outside", _pad, ("F.pad(x, (1, 2, 0, 1), value=5.0)",),
          ('F.pad(x[0], (1, 1), mode="reflect")',)),
-    Rule(("cat",), "tensors side by side", _cat, ("torch.cat([x, x * 2], dim=-1)",), ("torch.block_diag(x[0, 0], x[0, 1])",)),
+    Rule(("cat",), "tensors side by side", _cat, ("torch.cat([x, x * 2], dim=-1)",), ("torch.dstack([x, x * 2])",)),
     Rule(("hstack",), "tensors side by side in their second dimension", _stacked(1), ("torch.hstack([x, x * 2])",),
          ("torch.hstack([x[0, 0, 0], x[0, 1, 0]])",)),
     Rule(("vstack", "row_stack"), "tensors side by side in their first dimension", _stacked(0), ("torch.vstack([x, x * 2])",),

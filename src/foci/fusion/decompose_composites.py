@@ -4,7 +4,7 @@ ask another tensor for its sizes, with the sizes themselves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from foci.compat.aten import ENCODER_LAYER
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
-from foci.fusion.fx_utils import as_call, example_tensor, example_value
+from foci.fusion.fx_utils import Call, as_call, example_tensor, example_value
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["name_sizes", "open_composites"]
+__all__ = ["COMPOSITE_RULES", "SIZE_RULES", "name_sizes", "open_composites"]
 
 
 def open_composites(graph: fx.Graph, mode: FakeTensorMode | None) -> frozenset[fx.Node]:
@@ -26,24 +27,22 @@ def open_composites(graph: fx.Graph, mode: FakeTensorMode | None) -> frozenset[f
     """
     inserted: set[fx.Node] = set()
     for node in list(graph.nodes):
-        function = _COMPOSITES.get(node.target) if node.op == "call_function" else None
-        if function is not None and not any(t.is_nested for t in map(example_tensor, node.all_input_nodes) if t is not None):
+        call = as_call(node)
+        rule = None if call is None else _COMPOSITES.get(call.name)
+        function = None if rule is None else rule(node)
+        if function is not None:
             inserted |= _opened(graph, node, function, mode)
     return frozenset(inserted)
-
-
-_LIKE_ANOTHER: Final[Mapping[str, str]] = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
 
 
 def name_sizes(graph: fx.Graph) -> None:
     """Gives views like another tensor that one's sizes, where they are fixed: scores that are asked for their shape are read by no one."""
     for node in graph.nodes:
-        call = as_call(node)
-        example = example_tensor(node)
-        if call is None or example is None or call.name not in _LIKE_ANOTHER or not all(isinstance(n, int) for n in example.shape):
-            continue
-        node.op, node.target = "call_method", _LIKE_ANOTHER[call.name]
-        node.args, node.kwargs = (call.argument(0, "self", call.kwargs.get("input")), *example.shape), {}
+        call, example = as_call(node), example_tensor(node)
+        rule = None if call is None or example is None else _SIZES.get(call.name)
+        view = None if call is None or example is None or rule is None else rule(call, example)
+        if view is not None:
+            node.op, node.target, node.args, node.kwargs = "call_method", *view, {}
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -83,10 +82,58 @@ def _encoder_layer(
     return second(x + feed(x))
 
 
-_COMPOSITES: Final[Mapping[Any, Callable[..., Any]]] = {
-    F.multi_head_attention_forward: _attention,
-    ENCODER_LAYER: _encoder_layer,
-}
+Steps: TypeAlias = Callable[[fx.Node], Callable[..., Any] | None]
+"""What a composite does, as a function of its arguments; None where it stays."""
+
+
+def _steps(composite: Any, function: Callable[..., Any]) -> Steps:
+    def steps(node: fx.Node) -> Callable[..., Any] | None:
+        is_nested = any(t.is_nested for t in map(example_tensor, node.all_input_nodes) if t is not None)
+        return function if node.target is composite and not is_nested else None
+
+    return steps
+
+
+# Examples are of `x`, tokens [2, 5, 8], and of `packed`, which is nested; the others are parameters: `w` and `c` project to queries, keys
+# and values, `o` and `d` the result, `u` and `g`, then `n` and `d` are the two layers of the feed-forward. `similar` has other functions.
+COMPOSITE_RULES: Final[tuple[Rule[Steps], ...]] = (
+    Rule(("multi_head_attention_forward",), "the attention of nn.MultiheadAttention, and its projections",
+         _steps(F.multi_head_attention_forward, _attention),
+         ("F.multi_head_attention_forward(x, x, x, 8, 2, w, None, None, None, False, 0.0, o, None)[0]",
+          "F.multi_head_attention_forward(x, x, x, 8, 2, w, c, None, None, True, 0.0, o, d)[1]"),
+         ("F.multi_head_attention_forward(packed, packed, packed, 8, 2, w, None, None, None, False, 0.0, o, None)[0]",
+          "similar.multi_head_attention_forward(x)")),
+    Rule(("_transformer_encoder_layer_fwd",), "a layer of nn.TransformerEncoder in inference", _steps(ENCODER_LAYER, _encoder_layer),
+         ("torch._transformer_encoder_layer_fwd(x, 8, 2, w, c, o, d, True, False, 1e-5, d, d, d, d, u, g, n, d)",
+          "torch._transformer_encoder_layer_fwd(x, 8, 2, w, c, o, d, False, True, 1e-5, d, d, d, d, u, g, n, d)"),
+         ("torch._transformer_encoder_layer_fwd(packed, 8, 2, w, c, o, d, True, False, 1e-5, d, d, d, d, u, g, n, d)",
+          "similar._transformer_encoder_layer_fwd(x)")),
+)  # fmt: skip
+_COMPOSITES: Final[Mapping[str, Steps]] = by_name(COMPOSITE_RULES)
+
+
+# ---- views that ask another tensor for its sizes ----
+
+Named: TypeAlias = Callable[[Call, Tensor], tuple[str, tuple[Any, ...]] | None]
+"""The method that takes sizes, and its arguments, of a call and the example of its result; None where the call stays."""
+
+
+def _with_sizes(call: Call, example: Tensor) -> tuple[str, tuple[Any, ...]] | None:
+    if not all(isinstance(n, int) for n in example.shape):
+        return None
+    return call.name.removesuffix("_as"), (call.argument(0, "self", call.kwargs.get("input")), *example.shape)
+
+
+# Examples are of `x` and `y` [2, 12], and of `grown` [2, 12], whose first size is a symbol.
+SIZE_RULES: Final[tuple[Rule[Named], ...]] = (
+    Rule(("view_as", "reshape_as", "expand_as"), "a view like another tensor, with that one's sizes", _with_sizes,
+         ("x.view(24, 1).view_as(y)", "x.mT.reshape_as(other=y)", "x[:1].expand_as(y)"),
+         ("grown.view_as(grown)", "grown[:1].expand_as(grown)")),
+)  # fmt: skip
+_SIZES: Final[Mapping[str, Named]] = by_name(SIZE_RULES)
+
+
+# ---- the composite's nodes in its place ----
 
 
 def _opened(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], mode: FakeTensorMode | None) -> set[fx.Node]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -16,17 +17,9 @@ from torch import Tensor, fx
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
 from foci.fusion.fx_utils import Call, as_call, example_tensor, example_value, node_dtype, node_rank, storage_id
+from foci.ir.rule import Rule, by_name
 
-__all__ = ["without_writes"]
-
-_OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
-    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv,
-    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor, operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod, operator.ipow: operator.pow,
-}  # fmt: skip
-
-_ROUNDING: Final = frozenset(("add", "sub", "mul", "div"))
-"""Operations that are computed in the widest dtype of their operands; a write rounds the result to that of what is written."""
+__all__ = ["ROUNDING_RULES", "WRITE_RULES", "without_writes"]
 
 
 def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
@@ -38,27 +31,38 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
         aliases.setdefault(storage, []).append(node)
     for node in list(graph.nodes):
         call = as_call(node)
-        if call is not None and _is_fill(call):
-            target = call.args[0]
-            if storages[target] is not None and _is_private(node, target, aliases[storages[target]], position):
-                _fill(graph, node, position, mode)
-                _rewire(node, target, position, mode)
-            continue
-        if call is None or not call.in_place or not call.args or not isinstance(call.args[0], fx.Node) or "out" in call.kwargs:
+        rule = None if call is None else _WRITES.get(_form(node, call))
+        if call is None or rule is None or not call.args or not isinstance(call.args[0], fx.Node):
             continue
         target = call.args[0]
-        group = aliases[storages[target]]
-        dtype = None
-        if storages[target] is not None and _is_private(node, target, group, position):
-            dtype = _result_dtype(node, target, mode)
-        if dtype is None:
+        if storages[target] is None or not _is_private(node, target, aliases[storages[target]], position):
             continue
-        if dtype == node_dtype(target):
-            _make_functional(node)
-            _rewire(node, target, position, mode)
-        elif dtype.is_floating_point and node_dtype(target).is_floating_point and call.name in _ROUNDING:
-            _make_functional(node)
-            _rewire(_rounded(graph, node, dtype, position, mode), target, position, mode)
+        result = rule(Write(graph, node, call, target, position, mode))
+        if result is not None:
+            storages[result] = storages[target]  # a later write of the same tensor writes the result
+            _rewire(result, target, position, mode)
+
+
+@dataclass(frozen=True)
+class Write:
+    """A node that writes a tensor which the graph made itself.
+
+    Attributes:
+        target: the tensor.
+        position: that of each node in the graph; a node that a rule inserts has the write's.
+        mode: under which example values are made.
+    """
+
+    graph: fx.Graph
+    node: fx.Node
+    call: Call
+    target: fx.Node
+    position: dict[fx.Node, int]
+    mode: FakeTensorMode | None
+
+
+Becomes: TypeAlias = Callable[[Write], fx.Node | None]
+"""Puts an operation in the place of a write, and gives the node that later readers read; None where the write stays."""
 
 
 def _is_private(node: fx.Node, target: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> bool:
@@ -84,64 +88,55 @@ def _follows(member: fx.Node, node: fx.Node, target: fx.Node) -> bool:
     return False
 
 
-def _result_dtype(node: fx.Node, target: fx.Node, mode: FakeTensorMode | None) -> torch.dtype | None:
-    """Return the dtype that the operation itself gives without the underscore; None if the result has other dims than the target, or there
-    is no such operation."""
-    function = _functional_target(node)
-    if function is None:
-        return None
-
-    def example(operand: fx.Node) -> Any:
-        value = example_value(operand)
-        # without a mode, a copy without memory: nothing is computed, and no random number drawn
-        return value.to("meta") if mode is None and isinstance(value, Tensor) else value
-
-    args, kwargs = fx.map_arg((node.args, node.kwargs), example)
-    if "inplace" in kwargs:
-        kwargs = {**kwargs, "inplace": False}
-    with making(mode), torch.no_grad():
-        try:
-            result = function(*args, **kwargs)
-        except Exception:  # such as an operation that has no example values: the write stays
-            return None
-    return result.dtype if isinstance(result, Tensor) and result.dim() == node_rank(target) else None
-
-
-def _functional_target(node: fx.Node) -> Callable[..., Any] | None:
-    """Find the function that computes the result of a write; None where there is none."""
-    if node.kwargs.get("inplace") is True:
-        return getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target  # type: ignore[return-value]
-    if node.op == "call_method" and str(node.target).endswith("_"):
-        method = getattr(Tensor, str(node.target).rstrip("_"), None)
-        return method if callable(method) else None
-    return _OPERATORS.get(node.target)
-
-
-def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> fx.Node:
-    """Round the result of a write back to the tensor's dtype, since `node` now makes one of a wider dtype."""
-    tensor = example_tensor(node)
+def _rewire(result: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], mode: FakeTensorMode | None) -> None:
+    """Later readers of `target` read the result of the write."""
+    for user in list(target.users):
+        if user is not result and position[user] > position[result]:
+            user.replace_input_with(target, result)
+    tensor = example_tensor(result)
     assert tensor is not None
-    readers = list(node.users)
-    with graph.inserting_after(node):
-        rounded = graph.call_method("to", (node, tensor.dtype))
-    for reader in readers:
-        reader.replace_input_with(node, rounded)
-    rounded.meta = dict(node.meta)
-    position[rounded] = position[node]
     with making(mode):
-        node.meta["example_value"] = torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
-    return rounded
+        # An object of its own: captured values are told apart by their example tensors.
+        result.meta["example_value"] = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
 
 
-def _is_fill(call: Call) -> bool:
-    """Whether a call is `x[mask] = number`, possibly with full slices before the mask, such as `x[:, :, mask]` and `x[..., mask]`."""
-    if call.name != "setitem" or not isinstance(call.args[0], fx.Node) or not isinstance(call.args[2], (int, float)):
-        return False
-    target, mask = example_tensor(call.args[0]), _index_mask(call.args[1])
+# ---- the forms of a write ----
+
+
+def _form(node: fx.Node, call: Call) -> str:
+    """How a node says that it writes, which is the name of a row; "" where it does not write, or in a way that no row reads."""
+    if call.name == "setitem":
+        return call.name
+    if not call.in_place or "out" in call.kwargs:
+        return ""
+    if node.kwargs.get("inplace") is True:
+        return "inplace=True"
+    if node.op == "call_method" and str(node.target).endswith("_"):
+        return "method_"
+    return node.target.__name__ if node.target in _OPERATORS else ""  # type: ignore[union-attr]
+
+
+def _fill(write: Write) -> fx.Node | None:
+    """`x[mask] = number`, possibly with full slices before the mask, such as `x[:, :, mask]` and `x[..., mask]`."""
+    _, key, number = write.call.args
+    mask, target = _index_mask(key), example_tensor(write.target)
     where = None if mask is None else example_tensor(mask)
-    if target is None or where is None or where.dtype is not torch.bool or not target.is_floating_point():
-        return False
-    return _before(call.args[1], target, where) is not None
+    if not isinstance(number, (int, float)) or target is None or not target.is_floating_point():
+        return None
+    leading = None if where is None or where.dtype is not torch.bool else _before(key, target, where)
+    if mask is None or where is None or leading is None:
+        return None
+    trailing = target.dim() - leading - where.dim()
+    if trailing:
+        index: Any = (..., *(None,) * trailing)
+        with write.graph.inserting_before(write.node):
+            mask = write.graph.call_function(operator.getitem, (mask, index))
+        write.position[mask] = write.position[write.node]
+        with making(write.mode):
+            mask.meta["example_value"] = where[index]
+    write.node.target, write.node.args = torch.masked_fill, (write.target, mask, number)
+    write.node.meta["example_value"] = target
+    return write.node
 
 
 def _index_mask(key: Any) -> fx.Node | None:
@@ -157,43 +152,107 @@ def _before(key: Any, target: Tensor, where: Tensor) -> int | None:
     return len(lead) if all(isinstance(entry, slice) and entry == slice(None) for entry in lead) else None
 
 
-def _fill(graph: fx.Graph, node: fx.Node, position: dict[fx.Node, int], mode: FakeTensorMode | None) -> None:
-    """`x[mask] = number` as `masked_fill(x, mask, number)`."""
-    target, key, number = node.args
-    mask = _index_mask(key)
-    assert isinstance(target, fx.Node) and mask is not None
-    target_tensor, where = example_tensor(target), example_tensor(mask)
-    assert target_tensor is not None and where is not None
-    leading = _before(key, target_tensor, where)
-    assert leading is not None
-    trailing = target_tensor.dim() - leading - where.dim()
-    if trailing:
-        index: Any = (..., *(None,) * trailing)
-        with graph.inserting_before(node):
-            mask = graph.call_function(operator.getitem, (mask, index))
-        position[mask] = position[node]
-        with making(mode):
-            mask.meta["example_value"] = where[index]
-    node.target, node.args = torch.masked_fill, (target, mask, number)
-    node.meta["example_value"] = target_tensor
+def _keyword(write: Write) -> fx.Node | None:
+    node = write.node
+    function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    return _operation(write, function, node.target, {**node.kwargs, "inplace": False})
 
 
-def _make_functional(node: fx.Node) -> None:
-    """Give the node the target of `_functional_target`."""
-    if node.kwargs.get("inplace") is True:
-        node.kwargs = {**node.kwargs, "inplace": False}
-    elif node.op == "call_method":
-        node.target = str(node.target).rstrip("_")
-    else:
-        node.target = _OPERATORS[node.target]
+def _method(write: Write) -> fx.Node | None:
+    name = str(write.node.target).rstrip("_")
+    return _operation(write, getattr(Tensor, name, None), name, write.node.kwargs)
 
 
-def _rewire(node: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], mode: FakeTensorMode | None) -> None:
-    for user in list(target.users):
-        if user is not node and position[user] > position[node]:
-            user.replace_input_with(target, node)
+_OPERATORS: Final[Mapping[Any, Callable[..., Any]]] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul, operator.itruediv: operator.truediv,
+    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor, operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod, operator.ipow: operator.pow,
+}  # fmt: skip
+
+
+def _operator(write: Write) -> fx.Node | None:
+    function = _OPERATORS[write.node.target]
+    return _operation(write, function, function, write.node.kwargs)
+
+
+def _operation(write: Write, function: Any, target: Any, kwargs: dict[str, Any]) -> fx.Node | None:
+    """Put `function`, which is the node's `target` then, in the write's place if its result has the written dtype or is rounded to it."""
+    node, written = write.node, node_dtype(write.target)
+    dtype = _result_dtype(write, function, kwargs) if callable(function) else None
+    rounds = _ROUNDED.get(write.call.name)
+    if dtype is None or (dtype != written and (rounds is None or not rounds(dtype, written))):
+        return None
+    node.target, node.kwargs = target, kwargs
+    return node if dtype == written else _rounded(write, dtype)
+
+
+def _result_dtype(write: Write, function: Callable[..., Any], named: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype that the operation itself gives; None if the result has other dims than the target."""
+
+    def example(operand: fx.Node) -> Any:
+        value = example_value(operand)
+        # without a mode, a copy without memory: nothing is computed, and no random number drawn
+        return value.to("meta") if write.mode is None and isinstance(value, Tensor) else value
+
+    args, kwargs = fx.map_arg((write.node.args, named), example)
+    with making(write.mode), torch.no_grad():
+        try:
+            result = function(*args, **kwargs)
+        except Exception:  # such as an operation that has no example values: the write stays
+            return None
+    return result.dtype if isinstance(result, Tensor) and result.dim() == node_rank(write.target) else None
+
+
+# Examples are statements that write `y`, which is `x * 2`: `x` floats [2, 3, 4, 6], `mask` where they are positive, `rows` four integers.
+WRITE_RULES: Final[tuple[Rule[Becomes], ...]] = (
+    Rule(("setitem",), "one number where a mask is true: masked_fill", _fill,
+         ("y[mask] = 0.0", "y[:, :, mask[0, 0]] = -1.0", "y[..., mask[0, 0]] = 2", "y[:, mask[0, :, 0, 0]] = 1.0",
+          "y[mask] = 0.0; y[~mask] = 1.0"),
+         ("y[mask] = x.mean()", "y[:, rows] = 0.0", "y[0, mask[0]] = 0.0", "y = y.int(); y[mask] = 1", "x[mask] = 0.0")),
+    Rule(("method_",), "a method with an underscore: the method without", _method,
+         ("y.mul_(3)", "y = y.masked_fill_(mask, 0.0)", "y.clamp_(min=x)", "y = (y > 1).logical_and_(mask)"),
+         ("y.gt_(0.0)", "y = y.half(); y.clamp_(min=x)", "y.unsqueeze_(0)", "y.zero_()", "x.mul_(3)")),
+    Rule(("inplace=True",), "a function that is asked to write: the same, asked not to", _keyword,
+         ("F.relu(y, inplace=True)", "y = F.leaky_relu(input=y, inplace=True)"),
+         ("F.relu(x, inplace=True)", "z = y[0]; F.relu(y, inplace=True); y = y + z")),
+    Rule(tuple(function.__name__ for function in _OPERATORS), "an augmented assignment: its operator", _operator,
+         ("y += x", "y /= 2", "y = y > 1; y &= mask"),
+         ("y = y.half(); y **= x", "y = y.int(); y <<= 1", "x += 1", "z = y.view(-1); y += 1; y = z")),
+)  # fmt: skip
+_WRITES: Final[Mapping[str, Becomes]] = by_name(WRITE_RULES)
+
+
+# ---- results in a wider dtype ----
+
+Rounds: TypeAlias = Callable[[torch.dtype, torch.dtype], bool]
+"""Whether a write rounds what is computed in the first dtype to the second, that of the tensor."""
+
+
+def _is_float_to_float(computed: torch.dtype, written: torch.dtype) -> bool:
+    return computed.is_floating_point and written.is_floating_point
+
+
+ROUNDING_RULES: Final[tuple[Rule[Rounds], ...]] = (
+    Rule(("add", "sub", "mul", "div"), "computed in the widest dtype of the operands, then rounded to the written one", _is_float_to_float,
+         ("y = y.half(); y.add_(x)", "y = y.half(); y -= x", "y = y.half(); y *= x", "y = y.bfloat16(); y /= x",
+          "y = y.half(); y += x; y.mul_(x)"),
+         ("y = y.half(); y.pow_(x)", "y = y.half(); y.clamp_(x)", "y = y.int(); y += rows[:, None]")),
+)  # fmt: skip
+_ROUNDED: Final[Mapping[str, Rounds]] = by_name(ROUNDING_RULES)
+
+
+def _rounded(write: Write, dtype: torch.dtype) -> fx.Node:
+    """Round the result of a write back to the tensor's dtype, since the node now makes one of a wider dtype."""
+    node = write.node
     tensor = example_tensor(node)
     assert tensor is not None
-    with making(mode):
-        # An object of its own: captured values are told apart by their example tensors.
-        node.meta["example_value"] = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+    readers = list(node.users)
+    with write.graph.inserting_after(node):
+        rounded = write.graph.call_method("to", (node, tensor.dtype))
+    for reader in readers:
+        reader.replace_input_with(node, rounded)
+    rounded.meta = dict(node.meta)
+    write.position[rounded] = write.position[node]
+    with making(write.mode):
+        node.meta["example_value"] = torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
+    return rounded

@@ -110,10 +110,12 @@ def _match_exp_minus_logsumexp(node: fx.Node, difference: fx.Node, inner: Call) 
 SOFTMAX_RULES: Final[tuple[Rule[Callable[[fx.Node, Call], Softmax | None]], ...]] = (
     Rule(("softmax", "_safe_softmax"), "torch's softmax", _match_softmax,
          ("F.softmax(x, dim=-1)", "x.softmax(3)", "torch.softmax(x, dim=-1, dtype=torch.float64)"),
-         ("x.sigmoid()", "F.softmin(x, dim=-1)")),
+         ("F.softmax(x, None)", "F.softmin(x, dim=-1)")),
     Rule(("exp",), "an exponential of log_softmax, or of what remains less its own logsumexp", _match_exp,
          ("torch.log_softmax(x, -1).exp()", "(x - x.logsumexp(-1, True)).exp()", "(x - x.logsumexp(-1).unsqueeze(-1)).exp()"),
-         ("x.exp()", "(x - x.amax(-1, True)).exp()", "(x * 2 - x.logsumexp(-1, True)).exp()", "(x - x.logsumexp((-1, -2), True)).exp()")),
+         ("x.exp()", "(x - x.amax(-1, True)).exp()", "(x * 2 - x.logsumexp(-1, True)).exp()", "(x - x.logsumexp((-1, -2), True)).exp()",
+          "torch.sub(x, x.logsumexp(-1, True), alpha=2).exp()", "(lambda y: (y - y.logsumexp(-1)).exp())(x[0, 0, :, :4])",
+          "(lambda y: (y - y.logsumexp(-1).unsqueeze(-2)).exp())(x[..., :4])")),
 )  # fmt: skip
 _SOFTMAXES: Final = by_name(SOFTMAX_RULES)
 
@@ -325,9 +327,9 @@ BETWEEN_RULES: Final[tuple[Rule[Callable[[Passed], None]], ...]] = (
     Rule(tuple(sorted(CASTS)), "weights in another dtype", _check_cast, ("w.to(q.dtype)", "w.double()"),
          ("w.bfloat16().float()", "w.bfloat16().double()")),
     Rule(("nan_to_num",), "zeros for rows without scores", _pass_numbers, ("w.nan_to_num()", "w.nan_to_num(nan=0.0, posinf=1.0)"),
-         ("w.clamp(0.1, 1.0)", "w.nan_to_num(nan=1.0)", "torch.nan_to_num(w, 0.5)")),
+         ("w.clamp(0.0, 0.5)", "w.nan_to_num(nan=1.0)", "torch.nan_to_num(w, 0.5)")),
     Rule(("dropout",), "weights that are dropped, once", _drop, ("F.dropout(w, 0.5, training=False)",),
-         ("F.dropout(F.dropout(w, 1.0), 1.0)",)),
+         ("F.dropout(F.dropout(w, 1.0), 1.0)", "F.alpha_dropout(w, 0.5)")),
     Rule(("mul", "div"), "a number, or one factor for each row", _multiply, ("w * 2", "w / 4", "w * q[..., :1]"),
          ("w * torch.arange(w.shape[-1])", "w / q[..., :1]", "w ** 2")),
     Rule(("masked_fill", "where"), "zeros where the scores are masked, or for rows without scores", _zero,
