@@ -70,13 +70,17 @@ class RowLayout(Protocol):
 
 
 class Passes:
-    """The passes of a call, bound when the first layer of a batch asks for them, for those that follow. `whole`: each row is a token of a
-    sequence. `before`: those of a call that differs in where its sequences lie alone."""
+    """The passes of a call, bound when the first layer of a batch asks for them, for those that follow.
 
-    __slots__ = ("_before", "backward", "forward", "whole")
+    Args:
+        no_padding: each row is a token of a sequence.
+        before: the passes of a call that differs in where its sequences lie alone.
+    """
 
-    def __init__(self, *, whole: bool = False, before: Passes | None = None) -> None:
-        self.whole = whole
+    __slots__ = ("_before", "backward", "forward", "no_padding")
+
+    def __init__(self, *, no_padding: bool = False, before: Passes | None = None) -> None:
+        self.no_padding = no_padding
         self.forward: ForwardOfRows | None = None
         self.backward: BackwardOfRows | None = None
         self._before: tuple[ForwardOfRows | None, BackwardOfRows | None] = (None, None)
@@ -109,12 +113,12 @@ class PackedCall(NamedTuple):
         """The call, with gradients of query, key and value if `needs_grad`, else of what requires them; None where there is something to
         work out each time. `no_padding`: each row is a token of a sequence."""
         call = find_call(tensors, score, mask, extras, allowed_for(extras), packed=True, needs_all=needs_grad)
-        return None if call is None else PackedCall(call.outline, call.tensors[3:], call.optional, Passes(whole=no_padding))
+        return None if call is None else PackedCall(call.outline, call.tensors[3:], call.optional, Passes(no_padding=no_padding))
 
     def moved(self, offsets: Tensor) -> PackedCall:
         """Return the call with other sequences, of which there are as many."""
         optional = self.optional._replace(cu_q=offsets, cu_kv=offsets, q_lengths=None, kv_lengths=None)
-        return self._replace(optional=optional, passes=Passes(whole=self.passes.whole, before=self.passes))
+        return self._replace(optional=optional, passes=Passes(no_padding=self.passes.no_padding, before=self.passes))
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """out [T, Hq, Dv] and lse [Hq, T]."""
@@ -134,27 +138,27 @@ class PackedCall(NamedTuple):
             bound = passes.forward  # once: other threads may take it away
             if bound is None:
                 bound = passes.forward = passes.moved_forward(rows, self.optional.cu_q) or bind_forward(
-                    self.outline, rows, layout.split(rows), self.optional, whole=passes.whole
+                    self.outline, rows, layout.split(rows), self.optional, no_padding=passes.no_padding
                 )
-            made = None if bound is None else bound(rows)
-            if made is not None:
-                return made
+            outputs = None if bound is None else bound(rows)
+            if outputs is not None:
+                return outputs
             passes.forward = None  # bound anew by the next
         out, lse = self.forward(layout.split(rows))
         return out.flatten(1), lse
 
-    def backward_rows(self, rows: Tensor, found: tuple[Tensor, Tensor], gradient: Tensor, layout: RowLayout) -> Tensor:
-        """The gradient [T, E] of these rows, by what `forward_rows` found and the gradient of out."""
-        passes, (out, lse) = self.passes, found
+    def backward_rows(self, rows: Tensor, outputs: tuple[Tensor, Tensor], gradient: Tensor, layout: RowLayout) -> Tensor:
+        """The gradient [T, E] of these rows, from the outputs of `forward_rows` and the gradient of out."""
+        passes, (out, lse) = self.passes, outputs
         if not (observers() or torch.is_grad_enabled()):
             bound = passes.backward
             if bound is None:
                 bound = passes.backward = passes.moved_backward(rows, self.optional.cu_q) or bind_backward(
                     self.outline, rows, layout.split(rows), self.optional, (layout.of_queries(out), lse), layout.of_queries(gradient)
                 )
-            made = None if bound is None else bound(rows, out, lse, gradient)
-            if made is not None:
-                return made
+            grad_rows = None if bound is None else bound(rows, out, lse, gradient)
+            if grad_rows is not None:
+                return grad_rows
             passes.backward = None
         return _side_by_side(self.backward(layout.split(rows), (layout.of_queries(out), lse), layout.of_queries(gradient)))
 

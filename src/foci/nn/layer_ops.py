@@ -73,17 +73,17 @@ class Attention:
     """Attention over the packed tokens of a batch; layers that attend alike share it, and what was found for the first.
     `no_padding`: each row is a token of a sequence."""
 
-    __slots__ = ("_calls", "_given", "_learning", "_mask", "_offsets", "_score", "_whole")
+    __slots__ = ("_calls", "_extras_before", "_learning", "_mask", "_no_padding", "_offsets", "_score")
 
     def __init__(self, score: Function, mask: Function, extras: Extras, *, no_padding: bool = False) -> None:
-        self._score, self._mask, self._given, self._whole = score, mask, extras, no_padding
+        self._score, self._mask, self._extras_before, self._no_padding = score, mask, extras, no_padding
         self._offsets: Tensor | None = None
         self._calls: dict[bool, PackedCall] = {}
         self._learning: PackedCall | None = None
 
     def moved(self, offsets: Tensor) -> Attention:
         """Return the attention over other sequences, as many of the same bound, where there is neither score nor mask."""
-        attention = Attention(None, None, self._given, no_padding=self._whole)
+        attention = Attention(None, None, self._extras_before, no_padding=self._no_padding)
         attention._offsets = offsets
         attention._calls = {needs_grad: call.moved(offsets) for needs_grad, call in self._calls.items()}
         attention._learning = None if self._learning is None else self._learning.moved(offsets)
@@ -94,8 +94,8 @@ class Attention:
         """Return the extras that it was made with, of the sequences that it was moved to, if it was."""
         offsets = self._offsets  # once: other threads may find it first
         if offsets is not None:
-            self._given, self._offsets = replace(self._given, cu_q=offsets, cu_kv=offsets), None
-        return self._given
+            self._extras_before, self._offsets = replace(self._extras_before, cu_q=offsets, cu_kv=offsets), None
+        return self._extras_before
 
     @property
     def captures_nothing(self) -> bool:
@@ -115,9 +115,11 @@ class Attention:
         """The call of query, key and value with gradients of them, of an attention that captures nothing."""
         call = self._learning
         if call is None:
-            call = PackedCall.of(heads.split(projected), self._score, self._mask, self._extras, needs_grad=True, no_padding=self._whole)
+            call = PackedCall.of(
+                heads.split(projected), self._score, self._mask, self._extras, needs_grad=True, no_padding=self._no_padding
+            )
             assert call is not None, "a plain call is known by functions like these"
-            if not self._given.dropout_p:
+            if not self._extras_before.dropout_p:
                 self._learning = call
         return call
 
@@ -127,10 +129,10 @@ class Attention:
         call = self._calls.get(needs_grad)
         if call is None:
             tensors = heads.split(projected)
-            call = PackedCall.of(tensors, self._score, self._mask, self._extras, needs_grad=False, no_padding=self._whole)
+            call = PackedCall.of(tensors, self._score, self._mask, self._extras, needs_grad=False, no_padding=self._no_padding)
             if call is None:
                 return run_packed(tensors, self._score, self._mask, self._extras).out.flatten(1)
-            if not (call.captures or self._given.dropout_p):  # each layer draws a seed of its own
+            if not (call.captures or self._extras_before.dropout_p):  # each layer draws a seed of its own
                 self._calls[needs_grad] = call
         if call.outline.needs_grad:
             return call.differentiable(heads.split(projected)).flatten(1)

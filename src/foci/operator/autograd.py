@@ -99,13 +99,15 @@ def _forward_anew(outline: Outline, tensors: Sequence[Tensor], optional: Optiona
 
 
 def bind_forward(
-    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: OptionalTensors, *, whole: bool
+    outline: Outline, rows: Tensor, tensors: Sequence[Tensor], optional: OptionalTensors, *, no_padding: bool
 ) -> ForwardOfRows | None:
     """`forward_now` of packed query, key and value, parts of rows [T, E], for other rows too; None where it is not known. lse is there to
-    be read where the call needs gradients. `whole`: see `foci.backends.contract.Kernel`."""
+    be read where the call needs gradients. `no_padding`: see `foci.backends.contract.Kernel`."""
     if outline.program is None or not _is_of_rows(outline, optional):
         return None
-    return outline.chosen.kernel.bind_forward(outline.program, rows, tensors, optional, no_padding=whole, out_alone=not outline.needs_grad)
+    return outline.chosen.kernel.bind_forward(
+        outline.program, rows, tensors, optional, no_padding=no_padding, out_alone=not outline.needs_grad
+    )
 
 
 def bind_backward(
