@@ -209,12 +209,12 @@ def graph_of(function, *tensors):
 def dynamo_graph_of(function, *tensors):
     """The same as Dynamo makes it, with what the function creates itself."""
     torch._dynamo.reset()
-    found = []
+    modules = []
 
     def keep(module, inputs):
-        found.append(module)
+        modules.append(module)
         return module.forward
 
     # one length: it only makes a graph
-    torch.compile(lambda *given: (function(*given), given[0].sum())[0], backend=keep, fullgraph=True)(*tensors)
-    return found[0]
+    torch.compile(lambda *args: (function(*args), args[0].sum())[0], backend=keep, fullgraph=True)(*tensors)
+    return modules[0]

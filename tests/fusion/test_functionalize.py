@@ -54,9 +54,9 @@ def test_a_write_is_an_operation(rule, text):
     assert not writes(module)
     assert ("to" in [call.name for _, call in calls(module)]) == (rule in ROUNDING_RULES)
     function, tensors = writing(text)
-    found, expected = module(*tensors)[0], function(*tensors)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual, expected = module(*tensors)[0], function(*tensors)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("text", [text for rule in RULES for text in rule.counterexamples])
@@ -92,9 +92,9 @@ def test_a_write_rounds_to_the_dtype_that_is_written(name):
     without_writes(module.graph, None)
     module.recompile()
     assert names(module) == ["half", "exp", name[:-1], "to"]
-    found, expected = module(X), function(X)
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found, expected)
+    actual, expected = module(X), function(X)
+    assert actual.dtype == torch.float16
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["an input", "a view read later", "another dtype"])
@@ -130,9 +130,9 @@ def test_a_write_keeps_the_dtype_that_is_written(name):
     module = graph_of(function, X)
     without_writes(module.graph, None)
     module.recompile()
-    found, expected = module(X.clone()), function(X)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual, expected = module(X.clone()), function(X)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_to_ask_for_a_dtype_draws_no_random_number():

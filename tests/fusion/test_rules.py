@@ -51,10 +51,10 @@ def check(function, *tensors, captured=None, dynamo=False):
     module = dynamo_graph_of(function, *tensors) if dynamo else graph_of(function, *tensors)
     expr, lift = lifted(module)
     values = dict(zip((n for n in module.graph.nodes if n.op == "placeholder"), tensors))
-    others = {leaf for leaf in lift.leaves.values() if leaf not in values}
+    captured_leaves = {leaf for leaf in lift.leaves.values() if leaf not in values}
     wanted = {result_of(module).name} if captured is ITSELF else set(captured or ())
-    assert {n.name for n in others} == wanted, others
-    for leaf in others:
+    assert {n.name for n in captured_leaves} == wanted, captured_leaves
+    for leaf in captured_leaves:
         values[leaf] = run_to(module, leaf, tensors)
     want = function(*tensors)
     variables = {}
@@ -214,9 +214,9 @@ PADDING = ir.load(0, (B, KV), ir.DType.BOOL)
     ],
 )
 def test_lowest_scores_become_a_mask(score, mask, uniform):
-    found = masked(score)
-    assert found.mask is simplify(mask)
-    assert found.uniform is uniform
+    result = masked(score)
+    assert result.mask is simplify(mask)
+    assert result.uniform is uniform
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_lowest_scores_become_a_mask(score, mask, uniform):
     ],
 )
 def test_other_scores_stay_scores(score):
-    found = masked(score)
-    assert found.mask is ir.const(True)
-    assert not found.uniform
+    result = masked(score)
+    assert result.mask is ir.const(True)
+    assert not result.uniform
 
 
 def test_a_constant_factor_of_every_score_is_the_scale():
@@ -352,16 +352,16 @@ def test_operands_by_name(name):
 
 def test_locations_are_the_users():
     torch._dynamo.reset()
-    found = []
+    locations = []
 
     def keep(module, inputs):
-        found.extend(source_location(n) for n in module.graph.nodes if n.op == "call_function")
+        locations.extend(source_location(n) for n in module.graph.nodes if n.op == "call_function")
         return module.forward
 
     # one length: it only makes a graph
     torch.compile(lambda x: torch.softmax(x, -1), backend=keep)(X)
-    assert found
-    assert all("test_rules.py:" in place for place in found)
+    assert locations
+    assert all("test_rules.py:" in place for place in locations)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16], ids=str)
@@ -388,10 +388,10 @@ def test_products_by_their_labels(rule, text):
     operands = [run_to(module, operand, tensors) for operand in product.operands]
     operands = [t.reshape([n for n, label in zip(t.shape, labels) if label]) for t, labels in zip(operands, product.labels)]
     equation = ["".join(letters[label] for label in labels if label) for labels in product.labels]
-    made = product.alpha * torch.einsum(f"{equation[0]},{equation[1]}->{''.join(letters[label] for label in product.out)}", *operands)
+    actual = product.alpha * torch.einsum(f"{equation[0]},{equation[1]}->{''.join(letters[label] for label in product.out)}", *operands)
     if product.addend is not None:
-        made = made + product.beta * run_to(module, product.addend, tensors)
-    torch.testing.assert_close(made, function(*tensors))
+        actual = actual + product.beta * run_to(module, product.addend, tensors)
+    torch.testing.assert_close(actual, function(*tensors))
 
 
 ALL = (

@@ -76,8 +76,8 @@ def graded(model, inputs, *args, **kwargs):
     return [values, *torch.autograd.grad((values * rand(*values.shape, seed=5)).sum(), [*inputs, *model.parameters()], allow_unused=True)]
 
 
-def assert_same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
+def assert_same(actual, wanted):
+    for one, other in zip(actual, wanted, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             if one.is_nested:

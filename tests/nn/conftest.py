@@ -8,9 +8,9 @@ def engine(monkeypatch):
 
     from foci.nn.cuda_graphs.capture import Captured
 
-    found = Again()
-    monkeypatch.setattr(Captured, "engine", found)
-    return found
+    eager_engine = Again()
+    monkeypatch.setattr(Captured, "engine", eager_engine)
+    return eager_engine
 
 
 @pytest.fixture
@@ -19,19 +19,19 @@ def taken(monkeypatch):
     from foci.nn import encoder
     from foci.nn.fused_encoder import Stack
 
-    found, look, run = [], encoder.noted, Stack.run
+    straight_flags, look, run = [], encoder.noted, Stack.run
 
     def note(*args):
         stack = look(*args)
         if stack is None:
-            found.append(False)
+            straight_flags.append(False)
         return stack
 
     def note_run(*args, **options):
         out = run(*args, **options)
-        found.append(out is not None)
+        straight_flags.append(out is not None)
         return out
 
     monkeypatch.setattr(encoder, "noted", note)
     monkeypatch.setattr(Stack, "run", note_run)
-    return found
+    return straight_flags

@@ -161,14 +161,14 @@ def test_error_texts(case):
     theirs, ours = pair(batch_first=True)
     x = rand(B, L, E)
     inputs = {"query": x, "key": x, "value": x, "need_weights": False, **WRONG[case](x)}
-    found = []
+    errors = []
     for module in (theirs, ours):
         with pytest.raises((AssertionError, RuntimeError)) as caught:
             module(**inputs)
-        found.append(caught)
-    assert found[1].type is found[0].type
+        errors.append(caught)
+    assert errors[1].type is errors[0].type
     # torch transposes before it looks, so its shapes may be in another order
-    assert str(found[1].value).split("torch.Size")[0] == str(found[0].value).split("torch.Size")[0]
+    assert str(errors[1].value).split("torch.Size")[0] == str(errors[0].value).split("torch.Size")[0]
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (12, 0), (12, 5)])
@@ -222,15 +222,15 @@ def test_compile(need_weights):
     torch._dynamo.reset()
     _, ours = pair(batch_first=True, add_bias_kv=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    given = *tensors("three", batch_first=True), padding(S), explicit((L, S), "bool", 3)
+    arguments = *tensors("three", batch_first=True), padding(S), explicit((L, S), "bool", 3)
     for more in several(0, 4, 6):
-        *inputs, hidden, mask = resize(given, {L: L + more, S: S + more})
+        *inputs, hidden, mask = resize(arguments, {L: L + more, S: S + more})
         args = {"key_padding_mask": hidden, "attn_mask": mask, "need_weights": need_weights}
         expected, got = outcome(ours, inputs, **args), outcome(compiled, inputs, **args)
-        for (name, want), found in zip(expected.items(), got.values()):
-            assert (want is None) is (found is None), name
+        for (name, want), actual in zip(expected.items(), got.values()):
+            assert (want is None) is (actual is None), name
             if want is not None:
-                torch.testing.assert_close(found, want, msg=name)
+                torch.testing.assert_close(actual, want, msg=name)
 
 
 # MOD-08
@@ -238,5 +238,5 @@ def test_export():
     _, ours = pair(batch_first=True)
     x = rand(B, L, E)
     program = torch.export.export(ours, (x, x, x), {"key_padding_mask": padding(L)})
-    for found, want in zip(program.module()(x, x, x, key_padding_mask=padding(L)), ours(x, x, x, key_padding_mask=padding(L))):
-        torch.testing.assert_close(found, want)
+    for actual, want in zip(program.module()(x, x, x, key_padding_mask=padding(L)), ours(x, x, x, key_padding_mask=padding(L))):
+        torch.testing.assert_close(actual, want)

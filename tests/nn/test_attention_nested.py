@@ -62,8 +62,8 @@ def test_weights_of_packed_tokens(side, batch_first):
         torch.testing.assert_close((out, weights), (want, theirs))
         torch.testing.assert_close(out, ours(tokens, tokens, tokens, packing, need_weights=False, **options)[0])
     if adds.requires_grad:
-        found = [torch.autograd.grad(w.square().sum(), (adds, ours.in_proj_weight)) for w in (weights, theirs)]
-        torch.testing.assert_close(*found)
+        gradients = [torch.autograd.grad(w.square().sum(), (adds, ours.in_proj_weight)) for w in (weights, theirs)]
+        torch.testing.assert_close(*gradients)
 
 
 def test_weights_of_tokens_behind_the_last_sequence():
@@ -104,11 +104,11 @@ def test_compiled_masks_of_nested_inputs_whose_longest_is_unknown():
 ROWS = foci.AuxRequest(lse=True, row_max=True, column_sums=True)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("extra_keys", [False, True])
 @pytest.mark.parametrize("kind", ["nested", "dense keys", "dense queries", "tokens"])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_row_statistics_of_nested_inputs(kind, own, batch_first):
-    _, ours = pair(batch_first=batch_first, add_bias_kv=own, add_zero_attn=own)
+def test_row_statistics_of_nested_inputs(kind, extra_keys, batch_first):
+    _, ours = pair(batch_first=batch_first, add_bias_kv=extra_keys, add_zero_attn=extra_keys)
     query, key = nested((3, 0, 5)), nested((4, 2, 1), seed=7)
 
     def laid(dense):
@@ -117,14 +117,14 @@ def test_row_statistics_of_nested_inputs(kind, own, batch_first):
     if kind == "tokens":
         packing = foci.nn.Packing(query.offsets(), 5, (3, 5))
         out, aux = ours(*[query.values()] * 3, packing, return_aux=ROWS)
-        key, ends = query, query.offsets() + 2 * own * torch.arange(4)
+        key, ends = query, query.offsets() + 2 * extra_keys * torch.arange(4)
         split = [[t[:, a:b] for a, b in itertools.pairwise(at)] for t, at in zip(aux[:3], (query.offsets(), query.offsets(), ends))]
         outs = out.split([3, 0, 5])
     else:
         query = rand(B, L, E) if kind == "dense queries" else query
         key = rand(B, S, E, seed=1) if kind == "dense keys" else key
-        given = [t if t.is_nested else laid(t) for t in (query, key, key)]
-        out, aux = ours(*given, return_aux=ROWS)
+        inputs = [t if t.is_nested else laid(t) for t in (query, key, key)]
+        out, aux = ours(*inputs, return_aux=ROWS)
         assert [t.is_nested for t in aux[:3]] == [query.is_nested, query.is_nested, key.is_nested]
         split, outs = [t.unbind() for t in aux[:3]], (out if out.is_nested else laid(out)).unbind()
     assert aux.weights is None

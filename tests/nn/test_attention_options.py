@@ -25,7 +25,7 @@ def test_row_statistics():
 def test_grouped_heads(options):
     torch.manual_seed(0)
     grouped = foci.nn.MultiheadAttention(16, 4, num_kv_heads=2, batch_first=True, dtype=torch.float64, **options)
-    whole = foci.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64, **options)
+    ungrouped = foci.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64, **options)
 
     def repeated(t, dim=0):  # rows of each key head, for each of its query heads
         return t.unflatten(dim, (2, 4)).repeat_interleave(2, dim=dim).flatten(dim, dim + 1)
@@ -41,9 +41,9 @@ def test_grouped_heads(options):
     for name in ("bias_k", "bias_v"):
         if name in state:
             state[name] = repeated(state[name], 2)
-    whole.load_state_dict(state)
+    ungrouped.load_state_dict(state)
     inputs = (rand(B, L, 16), rand(B, S, options.get("kdim", 16)), rand(B, S, options.get("vdim", 16)))
-    for ours, theirs in zip(grouped(*inputs), whole(*inputs)):
+    for ours, theirs in zip(grouped(*inputs), ungrouped(*inputs)):
         torch.testing.assert_close(ours, theirs)
 
 

@@ -18,7 +18,7 @@ def encoder(depth=2, **options):
     return foci.nn.TransformerEncoder(layer, depth, torch.nn.LayerNorm(E, dtype=torch.float64)).eval()
 
 
-def whole(model, x, **kwargs):
+def run_full_sequence(model, x, **kwargs):
     causal = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=torch.float64)
     return model(x, mask=causal, **kwargs)
 
@@ -37,7 +37,7 @@ def test_decoding_is_the_whole_sequence(page_size, name):
     model, x = encoder(**VARIANTS[name]), rand(B, N, E)
     cache = foci.nn.KVCache(2, N, page_size=page_size)
     parts = [model(part, cache=cache) for part in x.split([5, 1, 1, 3, 1, 1], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole(model, x))
+    torch.testing.assert_close(torch.cat(parts, 1), run_full_sequence(model, x))
     assert cache.length == N and cache.lengths is None and len(cache) == 2
 
 
@@ -58,7 +58,7 @@ def test_prompts_of_different_lengths(page_size, side):
     assert (first[hidden] == 0).all() and cache.lengths.tolist() == (7 - hidden.sum(1)).tolist()
     for n in range(B):
         row = torch.cat((prompt[n, ~hidden[n]], tokens[n]))[None]
-        want = whole(model, row)[0]
+        want = run_full_sequence(model, row)[0]
         torch.testing.assert_close(torch.cat((first[n, ~hidden[n]], later[n])), want)
 
 
@@ -71,11 +71,11 @@ def test_rows_are_selected(page_size):
     cache.select(rows)
     tokens = rand(3, 2, E, seed=2)
     out = torch.cat([model(tokens[:, n : n + 1], cache=cache) for n in range(2)], 1)
-    want = whole(model, torch.cat((x[rows, :5], tokens), 1))
+    want = run_full_sequence(model, torch.cat((x[rows, :5], tokens), 1))
     torch.testing.assert_close(out, want[:, 5:])
     cache.reset()
     assert cache.length == 0
-    torch.testing.assert_close(model(x, cache=cache), whole(model, x))
+    torch.testing.assert_close(model(x, cache=cache), run_full_sequence(model, x))
 
 
 @pytest.mark.parametrize("page_size", [None, 3])

@@ -40,10 +40,10 @@ def test_seats():
     for t in tensors:
         t.fill_(-7)
     seat.fill(tensors, tokens, packing)
-    made = seat.packing(tensors)
+    padded_packing = seat.packing(tensors)
     torch.testing.assert_close(tensors[0], torch.cat((tokens, torch.zeros(2, 3))))
-    assert made.offsets.tolist() == [0, 2, 4, 4, 4] and made.columns.tolist() == [1, 3, 0, 1, 0, 0]
-    assert made.shape == (4, 8) and made.longest == 8 and len(tensors) == seat.width
+    assert padded_packing.offsets.tolist() == [0, 2, 4, 4, 4] and padded_packing.columns.tolist() == [1, 3, 0, 1, 0, 0]
+    assert padded_packing.shape == (4, 8) and padded_packing.longest == 8 and len(tensors) == seat.width
 
 
 def test_positions_of_spare_rows():
@@ -92,8 +92,8 @@ def test_encoder(name, kind):
 def test_different_lengths_share_a_size(engine):
     model, captured = twins(encoder())
     for n, lengths in enumerate(([40, 3, 20], [9, 9, 33], [40, 40, 40], [1, 2, 3], [40, 3, 20])):
-        given, hidden = [rand(3, 40, E, seed=n)], padding(lengths, 40)
-        assert_same(graded(captured, given, src_key_padding_mask=hidden), graded(model, given, src_key_padding_mask=hidden))
+        inputs, hidden = [rand(3, 40, E, seed=n)], padding(lengths, 40)
+        assert_same(graded(captured, inputs, src_key_padding_mask=hidden), graded(model, inputs, src_key_padding_mask=hidden))
     assert captured.forward.count == 2 and engine.recordings == 4  # 64 and 128 tokens, each with its backward
 
 
@@ -127,8 +127,8 @@ def test_attention_masks(hint):
     hidden, causal = padding([40, 3, 20], 40), torch.nn.Transformer.generate_square_subsequent_mask(40)
     other = rand(3 * H, 40, 40) > 1
     for mask, is_causal in ((causal, hint), (other, False), (causal + rand(40, 40), False), (~other, False)):
-        given = {"mask": mask, "src_key_padding_mask": hidden, "is_causal": is_causal}
-        assert_same(graded(captured, [rand(3, 40, E)], **given), graded(model, [rand(3, 40, E)], **given))
+        kwargs = {"mask": mask, "src_key_padding_mask": hidden, "is_causal": is_causal}
+        assert_same(graded(captured, [rand(3, 40, E)], **kwargs), graded(model, [rand(3, 40, E)], **kwargs))
     with pytest.raises(RuntimeError, match="The shape of the 2D attn_mask"):
         captured(rand(3, 40, E), other[0, :30, :30], hidden)
 
@@ -160,8 +160,8 @@ def test_transformer_and_layers():
     def run(m):
         return m["both"](m["layer"](src, src_key_padding_mask=hidden), tgt, src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
 
-    found, wanted = (torch.autograd.grad(run(m).square().sum(), list(m.parameters())) for m in (captured, model))
-    assert_same(found, wanted)
+    actual, wanted = (torch.autograd.grad(run(m).square().sum(), list(m.parameters())) for m in (captured, model))
+    assert_same(actual, wanted)
     assert [type(m).__name__ for m in captured.modules() if isinstance(vars(m).get("forward"), Captured)] == [
         "TransformerEncoderLayer", "TransformerEncoder", "TransformerDecoder",
     ]  # fmt: skip
@@ -178,19 +178,19 @@ def test_learned_scores():
 
     model, captured = twins(encoder(score=Distances()))
     for lengths in ([40, 3, 20], [40, 40, 1]):
-        given = {"src_key_padding_mask": padding(lengths, 40)}
-        found = graded(captured, [rand(3, 40, E)], **given)
-        assert_same(found, graded(model, [rand(3, 40, E)], **given))
+        kwargs = {"src_key_padding_mask": padding(lengths, 40)}
+        actual = graded(captured, [rand(3, 40, E)], **kwargs)
+        assert_same(actual, graded(model, [rand(3, 40, E)], **kwargs))
 
 
 def test_indexed_tensors_keep_lengths_as_they_are():
     table = rand(3, 40)
     score = foci.Score(lambda score, b, h, q_idx, kv_idx: score + table[b, kv_idx])
     model, captured = twins(encoder(score=score))
-    given = {"src_key_padding_mask": padding([40, 3, 20], 40)}
-    assert_same(graded(captured, [rand(3, 40, E)], **given), graded(model, [rand(3, 40, E)], **given))
+    kwargs = {"src_key_padding_mask": padding([40, 3, 20], 40)}
+    assert_same(graded(captured, [rand(3, 40, E)], **kwargs), graded(model, [rand(3, 40, E)], **kwargs))
     table.mul_(2)  # read where it lies
-    assert_same(graded(captured, [rand(3, 40, E)], **given), graded(model, [rand(3, 40, E)], **given))
+    assert_same(graded(captured, [rand(3, 40, E)], **kwargs), graded(model, [rand(3, 40, E)], **kwargs))
     assert captured.forward.count == 1
 
 
@@ -200,8 +200,8 @@ def test_extra_keys():
         attention = foci.nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=True, add_zero_attn=True)
         layer.self_attn = attention
     model, captured = twins(model)
-    given = {"src_key_padding_mask": padding([40, 3, 20], 40)}
-    assert_same(graded(captured, [rand(3, 40, E)], **given), graded(model, [rand(3, 40, E)], **given))
+    kwargs = {"src_key_padding_mask": padding([40, 3, 20], 40)}
+    assert_same(graded(captured, [rand(3, 40, E)], **kwargs), graded(model, [rand(3, 40, E)], **kwargs))
 
 
 @pytest.fixture

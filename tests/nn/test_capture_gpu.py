@@ -39,8 +39,8 @@ def graded(model, inputs, **kwargs):
     return [values, *torch.autograd.grad((values * weights).sum(), [*inputs, *model.parameters()])]
 
 
-def assert_same(found, wanted, tolerance=1e-3):
-    for one, other in zip(found, wanted, strict=True):
+def assert_same(actual, wanted, tolerance=1e-3):
+    for one, other in zip(actual, wanted, strict=True):
         if one.is_nested:
             one, other = one.values(), other.values()
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * max(1.0, other.abs().max().item()))
@@ -54,9 +54,9 @@ OPTIONS = {
 }
 
 
-def assert_as_good(found, wanted, exact):
+def assert_as_good(actual, wanted, exact):
     """The largest error of each result is at most three times that of the same module without a graph, whose products have other shapes."""
-    for one, other, true in zip(found, wanted, exact, strict=True):
+    for one, other, true in zip(actual, wanted, exact, strict=True):
         true = true.detach().float()
         error, allowed = (one.float() - true).abs().max(), (other.float() - true).abs().max()
         assert error <= 3 * allowed + 1e-3 * max(1.0, true.abs().max()), (tuple(one.shape), error, allowed)
@@ -68,13 +68,13 @@ def test_encoder(name, dtype):
     model, captured = twins(dtype=dtype, **OPTIONS[name])
     exact = copy.deepcopy(model).double()
 
-    def check(inputs, times=1, **given):
-        true, wanted = (graded(m, [x.to(kind) for x in inputs], **given) for m, kind in ((exact, torch.float64), (model, dtype)))
+    def check(inputs, times=1, **kwargs):
+        true, wanted = (graded(m, [x.to(kind) for x in inputs], **kwargs) for m, kind in ((exact, torch.float64), (model, dtype)))
         for _ in range(times):
-            assert_as_good(graded(captured, inputs, **given), wanted, true)
+            assert_as_good(graded(captured, inputs, **kwargs), wanted, true)
         if not inputs[0].is_nested:
             with torch.inference_mode():
-                assert_as_good([captured(*inputs, **given)], wanted[:1], true[:1])
+                assert_as_good([captured(*inputs, **kwargs)], wanted[:1], true[:1])
 
     for n, lengths in enumerate(LENGTHS):
         check([rand(B, S, E, seed=n).to(dtype)], times=2, src_key_padding_mask=padding(*lengths))
@@ -90,10 +90,10 @@ def test_decoder():
     causal = torch.nn.Transformer.generate_square_subsequent_mask(40, device="cuda")
     tgt, memory = rand(B, 40, E), rand(B, S, E)
     for lengths in LENGTHS:
-        given = {
+        kwargs = {
             "tgt_mask": causal, "tgt_key_padding_mask": padding(40, 1, 7, 39, length=40), "memory_key_padding_mask": padding(*lengths),
         }  # fmt: skip
-        assert_same(graded(captured, [tgt, memory], **given), graded(model, [tgt, memory], **given))
+        assert_same(graded(captured, [tgt, memory], **kwargs), graded(model, [tgt, memory], **kwargs))
 
 
 def test_learned_scores():
@@ -107,8 +107,8 @@ def test_learned_scores():
 
     model, captured = twins(score=Distances())
     for lengths in LENGTHS[:2]:
-        given = {"src_key_padding_mask": padding(*lengths)}
-        assert_same(graded(captured, [rand(B, S, E)], **given), graded(model, [rand(B, S, E)], **given))
+        kwargs = {"src_key_padding_mask": padding(*lengths)}
+        assert_same(graded(captured, [rand(B, S, E)], **kwargs), graded(model, [rand(B, S, E)], **kwargs))
 
 
 def test_steps_of_an_optimizer():
@@ -125,14 +125,14 @@ def test_steps_of_an_optimizer():
 
 def test_forwards_before_backwards():
     model, captured = twins()
-    found = []
+    results = []
     for m in (model, captured):
         inputs = [rand(B, S, E, seed=n).requires_grad_() for n in range(3)]
         outs = [m(x, src_key_padding_mask=padding(*LENGTHS[n])) for n, x in enumerate(inputs)]
         with torch.no_grad():
             m(inputs[0], src_key_padding_mask=padding(*LENGTHS[1]))
-        found.append([t for out, x in zip(outs, inputs) for t in (out, *torch.autograd.grad(out.square().sum(), [x, *m.parameters()]))])
-    assert_same(*found)
+        results.append([t for out, x in zip(outs, inputs) for t in (out, *torch.autograd.grad(out.square().sum(), [x, *m.parameters()]))])
+    assert_same(*results)
 
 
 def test_results_are_the_callers():
@@ -151,15 +151,15 @@ def test_results_are_the_callers():
 def test_dropout():
     model, captured = twins(dropout=0.3)
     packing = foci.nn.Packing(torch.tensor([0, 40, 64]).cuda(), 40, (2, 40))  # no spare row: the same draws
-    x, given = rand(64, E), {"src_key_padding_mask": packing}
-    found = [captured(x, **given) for _ in range(3)]
-    assert not torch.equal(found[0], found[1])
-    assert not torch.equal(found[1], found[2])
+    x, kwargs = rand(64, E), {"src_key_padding_mask": packing}
+    outputs = [captured(x, **kwargs) for _ in range(3)]
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
     for seed in (3, 4):
         runs = []
         for m in (model, captured):
             torch.manual_seed(seed)
-            runs.append(graded(m, [x], **given))
+            runs.append(graded(m, [x], **kwargs))
         assert_same(runs[1], runs[0])
 
 
@@ -167,16 +167,16 @@ def test_autocast():
     model, captured = twins()
     x, hidden = rand(B, S, E), padding(*LENGTHS[0])
     for _ in range(2):
-        found = []
+        results = []
         for m in (model, captured):
             with torch.autocast("cuda", torch.bfloat16):
                 out = m(x, src_key_padding_mask=hidden)
-            found.append([out, *torch.autograd.grad(out.float().square().sum(), list(m.parameters()))])
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), list(m.parameters()))])
             with torch.no_grad():
                 for p in m.parameters():
                     p.mul_(1.3)
-        assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
-        assert_same(found[1], found[0], 5e-2)
+        assert [t.dtype for t in results[0]] == [t.dtype for t in results[1]]
+        assert_same(results[1], results[0], 5e-2)
     assert captured.forward.count == 1
 
 
@@ -187,12 +187,12 @@ def test_streams():
     wanted = graded(model, [x], src_key_padding_mask=hidden)
     torch.cuda.synchronize()
     for _ in range(3):
-        found = []
+        results = []
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(graded(captured, [x], src_key_padding_mask=hidden))
+                results.append(graded(captured, [x], src_key_padding_mask=hidden))
         torch.cuda.synchronize()
-        for one in found:
+        for one in results:
             assert_same(one, wanted)
 
 

@@ -48,13 +48,13 @@ def test_forwards_before_backwards(engine):
     """Each forward that waits has memory of its own."""
     model, captured = twins(encoder())
     hidden = padding([40, 3, 20], 40)
-    found = []
+    results = []
     for m in (model, captured):
         inputs = [rand(3, 40, E, seed=n).requires_grad_() for n in range(3)]
         outs = [m(x, src_key_padding_mask=hidden) for x in inputs]
         grads = [torch.autograd.grad(out.square().sum(), [x, *m.parameters()]) for out, x in zip(outs, inputs)]
-        found.append([t for n in range(3) for t in (outs[n], *grads[n])])
-    assert_same(*found)
+        results.append([t for n in range(3) for t in (outs[n], *grads[n])])
+    assert_same(*results)
     assert captured.forward.count == 3
     recordings = engine.recordings
     for n in range(4):  # an output that nobody differentiates gives its memory back
@@ -93,22 +93,22 @@ def test_modes_have_captures_of_their_own(engine):
     x, hidden = rand(3, 40, E), padding([40, 3, 20], 40)
     for m in (model, captured):
         m.layers[0].requires_grad_(False)
-    given = {"src_key_padding_mask": hidden}
-    assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+    kwargs = {"src_key_padding_mask": hidden}
+    assert_same(graded_of_all(captured, x, **kwargs), graded_of_all(model, x, **kwargs))
     assert all(p.grad is None for p in captured.layers[0].parameters())
     for m in (model, captured):
         m.layers[0].requires_grad_(True)
-    assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+    assert_same(graded_of_all(captured, x, **kwargs), graded_of_all(model, x, **kwargs))
     assert captured.forward.count == 2
     captured.eval(), model.eval()
-    assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+    assert_same(graded_of_all(captured, x, **kwargs), graded_of_all(model, x, **kwargs))
     assert captured.forward.count == 3
     with foci.use("reference"):
-        assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+        assert_same(graded_of_all(captured, x, **kwargs), graded_of_all(model, x, **kwargs))
     assert captured.forward.count == 4
     foci.register_backend(Last())
     try:
-        assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+        assert_same(graded_of_all(captured, x, **kwargs), graded_of_all(model, x, **kwargs))
         assert captured.forward.count == 5
     finally:
         foci.unregister_backend("last")
@@ -138,11 +138,11 @@ def graded_of_all(model, x, **kwargs):
 
 def test_changes_are_captured_anew(engine):
     model, captured = twins(encoder())
-    x, given = rand(3, 40, E), {"src_key_padding_mask": padding([40, 3, 20], 40)}
+    x, kwargs = rand(3, 40, E), {"src_key_padding_mask": padding([40, 3, 20], 40)}
 
     def same(*, anew=True):
         before = engine.recordings
-        assert_same(graded_of_all(captured, x, **given), graded_of_all(model, x, **given))
+        assert_same(graded_of_all(captured, x, **kwargs), graded_of_all(model, x, **kwargs))
         assert captured.forward.count == 1
         assert (engine.recordings > before) == anew
 
@@ -205,15 +205,15 @@ def test_autocast(cache):
     model, captured = twins(encoder())
     x, hidden = rand(3, 40, E), padding([40, 3, 20], 40)
     for _ in range(2):
-        found = []
+        results = []
         for m in (model, captured):
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
                 out = m(x, src_key_padding_mask=hidden)
-            found.append([out, *torch.autograd.grad(out.float().square().sum(), list(m.parameters()))])
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), list(m.parameters()))])
             with torch.no_grad():
                 for p in m.parameters():
                     p.mul_(1.5)
-        for one, other in zip(*found):
+        for one, other in zip(*results):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2 * other.abs().max().item())
             assert one.dtype == other.dtype
     assert captured.forward.count == 1
@@ -229,8 +229,8 @@ def test_limit():
 def test_sizes():
     model, captured = twins(encoder(), sizes=[100, 50])
     for lengths in ([40, 3], [40, 40]):
-        given = {"src_key_padding_mask": padding(lengths, 40)}
-        assert_same(graded(captured, [rand(2, 40, E)], **given), graded(model, [rand(2, 40, E)], **given))
+        kwargs = {"src_key_padding_mask": padding(lengths, 40)}
+        assert_same(graded(captured, [rand(2, 40, E)], **kwargs), graded(model, [rand(2, 40, E)], **kwargs))
     with pytest.raises(ValueError, match="sizes go to 100 tokens; this batch has 120"):
         captured(rand(3, 40, E))
 
@@ -260,10 +260,10 @@ def test_compiled_and_transformed_as_before(engine):
         x, hidden = rand(3, length, E), padding([length, 3, 20], length)
         wanted = model(x, src_key_padding_mask=hidden)
         torch.testing.assert_close(compiled(x, src_key_padding_mask=hidden), wanted, rtol=1e-5, atol=1e-5)
-    found = torch.func.functional_call(captured, dict(captured.named_parameters()), (x, None, hidden))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    found = torch.func.vmap(lambda x: captured(x, src_key_padding_mask=hidden))(x[None])
-    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
+    actual = torch.func.functional_call(captured, dict(captured.named_parameters()), (x, None, hidden))
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    actual = torch.func.vmap(lambda x: captured(x, src_key_padding_mask=hidden))(x[None])
+    torch.testing.assert_close(actual[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_refusals():

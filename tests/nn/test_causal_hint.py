@@ -19,8 +19,8 @@ def seeded():
     torch.manual_seed(0)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def causal_masks(n, dtype=torch.float32):
@@ -66,12 +66,12 @@ def test_the_hint_alone_is_refused_by_stacks(module):
     x = torch.randn(B, S, E)
     encoder = foci.nn.TransformerEncoder(foci.nn.TransformerEncoderLayer(E, H, 32, batch_first=True), 2)
     decoder = foci.nn.TransformerDecoder(foci.nn.TransformerDecoderLayer(E, H, 32, batch_first=True), 2)
-    whole = foci.nn.Transformer(E, H, 1, 1, 32, batch_first=True)
+    transformer = foci.nn.Transformer(E, H, 1, 1, 32, batch_first=True)
     calls = {
         "encoder": lambda: encoder(x, is_causal=True),
         "decoder": lambda: decoder(x, x, tgt_is_causal=True),
-        "transformer source": lambda: whole(x, x, src_is_causal=True),
-        "transformer target": lambda: whole(x, x, tgt_is_causal=True),
+        "transformer source": lambda: transformer(x, x, src_is_causal=True),
+        "transformer target": lambda: transformer(x, x, tgt_is_causal=True),
     }
     with pytest.raises(RuntimeError, match="attn_mask"):
         calls[module]()
@@ -91,11 +91,11 @@ def test_the_hint_changes_nothing_in_attention(kind, need_weights, padded, batch
     if padded:
         padding = torch.arange(S) >= torch.tensor([[S], [3], [1]]) if batched else torch.arange(S) >= 3
     options = {"attn_mask": mask, "key_padding_mask": padding, "need_weights": need_weights}
-    found = [attention(x, x, x, is_causal=hint, **options) for hint in (False, True)]
-    close(found[0], found[1])
+    outputs = [attention(x, x, x, is_causal=hint, **options) for hint in (False, True)]
+    close(outputs[0], outputs[1])
     with sdpa_kernel(SDPBackend.MATH):
         expected = theirs(x, x, x, is_causal=False, **options)
-    close(found[1], expected)
+    close(outputs[1], expected)
 
 
 def seen_by_layers(stack, name):
@@ -148,11 +148,11 @@ def test_an_encoder_gives_the_numbers_of_the_mask(kind, hint, padded, norm_first
     padding = torch.arange(S) >= torch.tensor([[S], [3], [1]]) if padded else torch.zeros(B, S, dtype=torch.bool)
     x, y = (t.requires_grad_() for t in torch.randn(1, B, S, E).repeat(2, 1, 1, 1).unbind())
     mask = causal_masks(S)[kind]
-    found = ours(x, mask=mask, src_key_padding_mask=padding if padded else None, is_causal=hint)
+    actual = ours(x, mask=mask, src_key_padding_mask=padding if padded else None, is_causal=hint)
     expected = theirs(y, mask=mask, src_key_padding_mask=padding if padded else None, is_causal=False)
-    close(found[~padding], expected[~padding])
-    weights = torch.randn_like(found[~padding])
-    (found[~padding] * weights).sum().backward()
+    close(actual[~padding], expected[~padding])
+    weights = torch.randn_like(actual[~padding])
+    (actual[~padding] * weights).sum().backward()
     (expected[~padding] * weights).sum().backward()
     close(x.grad, y.grad)
     for ours_p, theirs_p in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -167,8 +167,8 @@ def test_a_decoder_gives_the_numbers_of_its_masks(hints):
     theirs.load_state_dict(ours.state_dict())
     x, memory = torch.randn(B, S, E), torch.randn(B, S, E)
     masks = {"tgt_mask": SQUARE(S), "memory_mask": SQUARE(S)}
-    found = ours(x, memory, **masks, tgt_is_causal=tgt_hint, memory_is_causal=memory_hint)
-    close(found, theirs(x, memory, **masks, tgt_is_causal=False))
+    actual = ours(x, memory, **masks, tgt_is_causal=tgt_hint, memory_is_causal=memory_hint)
+    close(actual, theirs(x, memory, **masks, tgt_is_causal=False))
 
 
 @pytest.mark.parametrize("hint", [None, True, False])
@@ -178,14 +178,14 @@ def test_a_transformer_gives_the_numbers_of_its_masks(hint):
     theirs.load_state_dict(ours.state_dict())
     x, y = torch.randn(B, S, E), torch.randn(B, 7, E)
     masks = {"src_mask": SQUARE(S), "tgt_mask": SQUARE(7)}
-    found = ours(x, y, **masks, src_is_causal=hint, tgt_is_causal=hint)
-    close(found, theirs(x, y, **masks, src_is_causal=False, tgt_is_causal=False))
+    actual = ours(x, y, **masks, src_is_causal=hint, tgt_is_causal=hint)
+    close(actual, theirs(x, y, **masks, src_is_causal=False, tgt_is_causal=False))
 
 
 @pytest.mark.parametrize("hint", [None, True])
 def test_the_hint_with_nested_inputs(hint):
     ours = foci.nn.TransformerEncoder(foci.nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True), 2)
     rows = [torch.randn(n, E) for n in (3, 5, 1)]
-    found = ours(torch.nested.nested_tensor(rows, layout=torch.jagged), mask=SQUARE(5), is_causal=hint)
-    for row, one in zip(rows, found.unbind(), strict=True):
+    actual = ours(torch.nested.nested_tensor(rows, layout=torch.jagged), mask=SQUARE(5), is_causal=hint)
+    for row, one in zip(rows, actual.unbind(), strict=True):
         close(one, ours(row[None], mask=SQUARE(len(row)))[0])

@@ -251,9 +251,9 @@ def test_wrapped_layers_are_given_tokens(kind, wrap):
         ours.layers[n] = wrap(layer)
     with warnings.catch_warnings(), foci.observe() as log:
         warnings.filterwarnings("error", message=".*hands padded batches")
-        found = outcome(ours, inputs, ~hidden, **options)
+        actual = outcome(ours, inputs, ~hidden, **options)
     assert {call.problem.formula.layout.value for call in log.calls} == {"jagged"}
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(actual, want)
 
 
 def test_a_wrapped_subclass_is_given_padded_batches():

@@ -101,8 +101,8 @@ def test_hooks_on_the_out_projection_of_an_attention_alone():
         if make is foci.nn.MultiheadAttention:
             # one length: it is about a hook that is not called
             results.append(torch.compile(layer, backend="eager")(x, x, x, need_weights=False)[0])
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8])
@@ -195,8 +195,8 @@ def test_hooks_for_all_modules():
 def test_functional_call():
     theirs, ours = stack(), foci.nn.convert(stack())
     x = rand(B, S, E)
-    given = {name: 1.5 * p.detach() for name, p in theirs.named_parameters()}
-    outs = [torch.func.functional_call(m, given, (x,), {"src_key_padding_mask": HIDDEN}) for m in (theirs, ours)]
+    parameters = {name: 1.5 * p.detach() for name, p in theirs.named_parameters()}
+    outs = [torch.func.functional_call(m, parameters, (x,), {"src_key_padding_mask": HIDDEN}) for m in (theirs, ours)]
     torch.testing.assert_close(outs[1][~HIDDEN], outs[0][~HIDDEN])
 
 
@@ -289,13 +289,13 @@ def test_decoder_tokens_with_a_packing():
     x, memory, packing = rand(B, S, E), rand(B, S, E, seed=1), read_packing(HIDDEN)
     decoder = stack("Decoder", foci.nn)
     want = decoder(x, memory, tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=HIDDEN)
-    for module, given in ((decoder, want), (decoder.layers[0], decoder.layers[0](x, memory, None, None, HIDDEN, HIDDEN))):
+    for module, expected in ((decoder, want), (decoder.layers[0], decoder.layers[0](x, memory, None, None, HIDDEN, HIDDEN))):
         both = module(x[~HIDDEN], memory[~HIDDEN], tgt_key_padding_mask=packing, memory_key_padding_mask=packing)
-        torch.testing.assert_close(both, given[~HIDDEN])
+        torch.testing.assert_close(both, expected[~HIDDEN])
         one = module(x[~HIDDEN], memory, tgt_key_padding_mask=packing, memory_key_padding_mask=HIDDEN)
-        torch.testing.assert_close(one, given[~HIDDEN])
+        torch.testing.assert_close(one, expected[~HIDDEN])
         other = module(x, memory[~HIDDEN], tgt_key_padding_mask=HIDDEN, memory_key_padding_mask=packing)
-        torch.testing.assert_close(other, given)
+        torch.testing.assert_close(other, expected)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -329,14 +329,14 @@ def test_packings_by_the_mask(rows, lies):
     left, holes = right.flip(1), right ^ (torch.arange(6) == 2)
     for hidden in (right, left, holes):
         mask = LIE[lies](hidden)
-        found, counts = foci.nn.Packing.from_mask(mask), (~hidden).sum(1)
-        assert found.offsets.tolist() == [0, *counts.cumsum(0).tolist()] and found.longest == int(counts.max())
-        assert found.indices.tolist() == (~hidden).flatten().nonzero().flatten().tolist()
+        packing, counts = foci.nn.Packing.from_mask(mask), (~hidden).sum(1)
+        assert packing.offsets.tolist() == [0, *counts.cumsum(0).tolist()] and packing.longest == int(counts.max())
+        assert packing.indices.tolist() == (~hidden).flatten().nonzero().flatten().tolist()
         inside = (~hidden).nonzero()
         places = torch.cat([torch.arange(n) for n in counts])
-        assert torch.equal(found.positions(len(inside)), inside[:, 1])
-        assert (found.columns is None) == torch.equal(places, inside[:, 1])
-        assert torch.equal(found.pack(found.pad(inside.double())), inside.double())
+        assert torch.equal(packing.positions(len(inside)), inside[:, 1])
+        assert (packing.columns is None) == torch.equal(places, inside[:, 1])
+        assert torch.equal(packing.pack(packing.pad(inside.double())), inside.double())
 
 
 def test_wrong_tokens_with_a_packing():
@@ -356,9 +356,9 @@ def test_nested_outputs():
     assert (out + nested).shape == nested.shape
     assert (out._get_min_seqlen(), out._get_max_seqlen()) == (1, 6)
     weight = encoder.layers[0].linear1.weight
-    found = second_derivatives((out.values() ** 3).sum(), weight)
+    actual = second_derivatives((out.values() ** 3).sum(), weight)
     want = second_derivatives(sum((encoder(part[None]) ** 3).sum() for part in tokens.split([4, 1, 6])), weight)
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(actual, want)
 
 
 def second_derivatives(loss, x):

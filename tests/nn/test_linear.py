@@ -29,9 +29,9 @@ def compare(mine, theirs, x):
     """Results and gradients."""
     results = []
     for layer in (mine, theirs):
-        given = x.clone().requires_grad_()
-        out = layer(given)
-        gradients = torch.autograd.grad(out.sin().sum(), (given, *layer.parameters()))
+        layer_input = x.clone().requires_grad_()
+        out = layer(layer_input)
+        gradients = torch.autograd.grad(out.sin().sum(), (layer_input, *layer.parameters()))
         results.append((out, *gradients))
     for got, expected in zip(*results):
         torch.testing.assert_close(got, expected)
@@ -93,9 +93,9 @@ def test_training_leaves_zeros_behind():
             optimizer.step()
     for got, expected in zip(mine.parameters(), theirs.parameters()):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    whole = mine.weight.as_strided((128, 36), (36, 1))
-    assert not whole[127:].any()
-    assert not whole[:, 33:].any()
+    padded_weight = mine.weight.as_strided((128, 36), (36, 1))
+    assert not padded_weight[127:].any()
+    assert not padded_weight[:, 33:].any()
 
 
 OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -166,11 +166,11 @@ def test_memory_that_is_not_its_own_is_not_read():
 def test_memory_that_was_freed_and_given_away_again_is_not_read():
     """There, others' tensors of the parameter's own size have its strides too: columns are of a good size, rows are not."""
     layer, x = foci.nn.PaddedLinear(64, 1023), torch.randn(9, 64)
-    whole = layer.weight.untyped_storage()
-    assert whole.nbytes() == 4 * 64 * 1024
-    again = (ctypes.c_char * (4 * 64 * 1023)).from_address(whole.data_ptr())
+    storage = layer.weight.untyped_storage()
+    assert storage.nbytes() == 4 * 64 * 1024
+    again = (ctypes.c_char * (4 * 64 * 1023)).from_address(storage.data_ptr())
     layer.weight.data = torch.frombuffer(again, dtype=torch.float32).view(1023, 64)
-    assert layer.weight.data_ptr() == whole.data_ptr()
+    assert layer.weight.data_ptr() == storage.data_ptr()
     torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
     layer(x).sum().backward()
 

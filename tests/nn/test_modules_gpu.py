@@ -24,13 +24,13 @@ def padding(length=S):
 
 def both(model, *args, **kwargs):
     """Outputs and parameter gradients on the CPU and on the GPU."""
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         placed = copy.deepcopy(model).to(device)
         out = placed(*(a.to(device) for a in args), **{name: value.to(device) for name, value in kwargs.items()})
         grads = torch.autograd.grad((out * rand(*out.shape, seed=3).to(device)).sum(), list(placed.parameters()))
-        found.append([t.cpu() for t in (out, *grads)])
-    return found
+        results.append([t.cpu() for t in (out, *grads)])
+    return results
 
 
 def encoder(**options):
@@ -62,7 +62,7 @@ def test_layers_are_one_node(monkeypatch, options, dropout):
         out = model(x, src_key_padding_mask=padding().cuda())
         return out, [out, *torch.autograd.grad((out * rand(*out.shape, seed=3).cuda()).sum(), [x, *model.parameters()])]
 
-    out, found = outcome()
+    out, actual = outcome()
     names, nodes = [], [out.grad_fn]
     while nodes:
         one = nodes.pop()
@@ -71,15 +71,15 @@ def test_layers_are_one_node(monkeypatch, options, dropout):
     assert names.count("_NodeBackward") == 2
     assert "AddmmBackward0" not in names
     monkeypatch.setattr("foci.nn.encoder.noted", lambda *_: None)
-    torch.testing.assert_close(found, outcome()[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual, outcome()[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_that_end_with_relu(dtype):
     model, x = encoder().cuda().to(dtype).eval(), rand(B, S, E).cuda().to(dtype)
     with torch.no_grad():
-        found = model(x, src_key_padding_mask=padding().cuda())
-    torch.testing.assert_close(found, model(x, src_key_padding_mask=padding().cuda()), rtol=2e-2, atol=2e-2)
+        actual = model(x, src_key_padding_mask=padding().cuda())
+    torch.testing.assert_close(actual, model(x, src_key_padding_mask=padding().cuda()), rtol=2e-2, atol=2e-2)
 
 
 def test_decoder():
@@ -101,10 +101,10 @@ def test_packings(kind, length, batch_first):
         "right": hidden, "left": hidden.flip(1), "holes": rand(B, length) > 0.5, "nothing": hidden & False,
         "bias": torch.where(hidden, -torch.inf, rand(B, length)),
     }[kind]  # fmt: skip
-    found, wanted = (foci.nn.Packing.from_mask(m, batch_first=batch_first) for m in (mask.cuda(), mask))
-    assert (found.longest, found.shape, found.batch_first) == (wanted.longest, wanted.shape, wanted.batch_first)
+    actual, wanted = (foci.nn.Packing.from_mask(m, batch_first=batch_first) for m in (mask.cuda(), mask))
+    assert (actual.longest, actual.shape, actual.batch_first) == (wanted.longest, wanted.shape, wanted.batch_first)
     for name in ("offsets", "indices", "columns", "starts", "bias"):
-        one, other = getattr(found, name), getattr(wanted, name)
+        one, other = getattr(actual, name), getattr(wanted, name)
         assert one is None if other is None else one.is_cuda and torch.equal(one.cpu(), other), name
 
 

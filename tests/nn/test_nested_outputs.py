@@ -56,9 +56,9 @@ def by_torch(monkeypatch, run):
 
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_gradients_are_those_through_torchs_own(monkeypatch, encoder, batch, name):
-    found = gradients(encoder, batch, CONSUMERS[name])
+    actual = gradients(encoder, batch, CONSUMERS[name])
     want = by_torch(monkeypatch, lambda: gradients(encoder, batch, CONSUMERS[name]))
-    assert all(map(torch.equal, found, want))
+    assert all(map(torch.equal, actual, want))
 
 
 @pytest.mark.parametrize("name", ["values", "padded", "norm", "turned", "beside its own", "copy"])
@@ -68,8 +68,8 @@ def test_is_taken_by_compiled_functions(encoder, batch, name):
     for more in several(0, 1, 4):
         parts = [torch.cat([part, part[:more]]) for part in batch.unbind()]
         one_batch = torch.nested.nested_tensor(parts, layout=torch.jagged)
-        want, found = (gradients(encoder, one_batch, function) for function in (CONSUMERS[name], consumer))
-        for one, other in zip(found, want, strict=True):
+        want, actual = (gradients(encoder, one_batch, function) for function in (CONSUMERS[name], consumer))
+        for one, other in zip(actual, want, strict=True):
             torch.testing.assert_close(one, other)
 
 
@@ -89,7 +89,7 @@ def test_values_are_a_view(encoder, batch):
 def test_gradients_of_values_ask_the_output_for_its_size_and_layout_alone(monkeypatch, encoder, batch):
     values = encoder(batch).values()
     asked, answer = [], kinds.LearnedNested.__torch_dispatch__.__func__
-    monkeypatch.setattr(kinds.LearnedNested, "__torch_dispatch__", classmethod(lambda *given: asked.append(given[1]) or answer(*given)))
+    monkeypatch.setattr(kinds.LearnedNested, "__torch_dispatch__", classmethod(lambda *args: asked.append(args[1]) or answer(*args)))
     values.sum().backward()
     assert {str(function) for function in asked} <= {"aten.sym_size.default", "prim.layout.default"}
 
@@ -122,9 +122,9 @@ def test_the_gradient_of_the_output_itself(monkeypatch, encoder, batch):
         (out.values() * 3).sum().backward()
         return out.grad.values(), seen[0], out.grad.offsets()
 
-    found, want = run(), by_torch(monkeypatch, run)
-    assert all(map(torch.equal, found, want))
-    assert found[2] is batch.offsets()
+    actual, want = run(), by_torch(monkeypatch, run)
+    assert all(map(torch.equal, actual, want))
+    assert actual[2] is batch.offsets()
 
 
 def test_derivatives_of_derivatives(monkeypatch, encoder, batch):
@@ -149,9 +149,9 @@ def test_is_saved_and_copied_as_torchs_own(encoder, batch):
 
 
 def test_goes_into_the_next_module(encoder, batch):
-    found = gradients(encoder, encoder(batch).detach(), CONSUMERS["values"])
+    actual = gradients(encoder, encoder(batch).detach(), CONSUMERS["values"])
     plain = torch.nested.nested_tensor_from_jagged(encoder(batch).values().detach(), batch.offsets())
     want = gradients(encoder, plain, CONSUMERS["values"])
-    assert all(map(torch.equal, found, want))
+    assert all(map(torch.equal, actual, want))
     twice = gradients(encoder, batch, lambda out: (encoder(out).values() ** 2).sum())
     assert all(torch.isfinite(g).all() for g in twice)

@@ -22,16 +22,16 @@ def nodes(request, monkeypatch):
     if request.param == "own nodes":
         yield
         return
-    found = []
+    calls = []
 
     def note(*args):
-        found.append(args)
+        calls.append(args)
         return layer_autograd.compute_layer_saving(*args)
 
     monkeypatch.setattr(fused_encoder, "_AS_NODES", {"cpu"})
     monkeypatch.setattr(fused_encoder, "compute_layer_saving", note)
     yield
-    assert bool(found) == ("captured" not in request.node.name)
+    assert bool(calls) == ("captured" not in request.node.name)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -42,8 +42,8 @@ def test_as_its_modules(taken, monkeypatch, norm_first, activation, dropout, bia
     encoder = model(dropout=dropout, activation=activation, norm_first=norm_first, bias=bias)
     for grad in (True, False):
         x = source(grad=grad)
-        found, sought = outcome(encoder, x), by_modules(monkeypatch, encoder, x)
-        torch.testing.assert_close(found, sought, rtol=1e-5, atol=1e-6)
+        actual, sought = outcome(encoder, x), by_modules(monkeypatch, encoder, x)
+        torch.testing.assert_close(actual, sought, rtol=1e-5, atol=1e-6)
     assert taken == [True] * 2
 
 
@@ -70,11 +70,11 @@ def test_second_derivatives(taken, monkeypatch, norm_first, dropout):
         first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
         return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted)]
 
-    found = twice()
+    actual = twice()
     assert taken == [True]
     with monkeypatch.context() as patch:
         patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        torch.testing.assert_close(found, twice())
+        torch.testing.assert_close(actual, twice())
 
 
 def test_many_cotangents_at_once(taken):
@@ -96,8 +96,8 @@ def test_attention_of_other_kinds(taken, monkeypatch, options):
     encoder, x = model(**options), source()
     torch.testing.assert_close(outcome(encoder, x), by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(S)
-    for given in ({"mask": causal, "is_causal": True}, {"mask": causal}, {"mask": causal == -torch.inf}):
-        torch.testing.assert_close(outcome(encoder, x, **given), by_modules(monkeypatch, encoder, x, **given), rtol=1e-5, atol=1e-6)
+    for kwargs in ({"mask": causal, "is_causal": True}, {"mask": causal}, {"mask": causal == -torch.inf}):
+        torch.testing.assert_close(outcome(encoder, x, **kwargs), by_modules(monkeypatch, encoder, x, **kwargs), rtol=1e-5, atol=1e-6)
     assert all(taken)
 
 
@@ -129,16 +129,16 @@ def test_a_parameter_changed_in_between_is_an_error():
 
 def kept(encoder, x):
     """Bytes that autograd keeps for backward, each once, but for parameters."""
-    found, lasting = {}, {p.data_ptr() for p in encoder.parameters()}
+    storage_sizes, lasting = {}, {p.data_ptr() for p in encoder.parameters()}
 
     def pack(t):
         if t.data_ptr() not in lasting:
-            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            storage_sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = encoder(x, src_key_padding_mask=PADDING)
-    return sum(found.values()), out
+    return sum(storage_sizes.values()), out
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}, {"dropout": 0.3}], ids=str)
@@ -169,9 +169,9 @@ def test_given_gradients_stay_as_they_are(taken, norm_first):
     layer, packing = model(norm_first=norm_first).layers[0], foci.nn.Packing.from_mask(PADDING)
     x = packing.pack(source(grad=False)).requires_grad_()
     dy = torch.randn(x.shape)
-    given = dy.clone()
+    dy_copy = dy.clone()
     layer(x, None, packing).backward(dy)
-    assert torch.equal(dy, given)
+    assert torch.equal(dy, dy_copy)
     assert taken == [True]
 
 

@@ -28,9 +28,9 @@ def rand(*shape, dtype=torch.float32):
 
 def by_onednn(function):
     """What a function returns, and whether oneDNN was called."""
-    with mock.patch.object(linear_ops, "_by_onednn", wraps=linear_ops._by_onednn) as found:
+    with mock.patch.object(linear_ops, "_by_onednn", wraps=linear_ops._by_onednn) as spy:
         out = function()
-    return out, found.called
+    return out, spy.called
 
 
 @needs_operator
@@ -105,8 +105,8 @@ def test_errors_are_torchs(chosen):
 
 
 def test_few_numbers_of_rows():
-    found = {linear_ops._rounded_down(rows) for rows in range(256, 4096)}
-    assert len(found) == 4 * linear_ops._STEPS
+    rounded_counts = {linear_ops._rounded_down(rows) for rows in range(256, 4096)}
+    assert len(rounded_counts) == 4 * linear_ops._STEPS
     assert all(7 * rows < 8 * linear_ops._rounded_down(rows) <= 8 * rows for rows in range(1, 5000))
 
 

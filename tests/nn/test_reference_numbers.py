@@ -45,12 +45,12 @@ def both(make, training, *tensors, masks=None, keep=None, **options):
     results = []
     for module in pair(make):
         module.train(training)
-        given = [t.clone().requires_grad_() for t in tensors]
-        found = module(*given, **(masks or {}), **options)
-        out, *rest = found if isinstance(found, tuple) else (found,)
+        inputs = [t.clone().requires_grad_() for t in tensors]
+        result = module(*inputs, **(masks or {}), **options)
+        out, *rest = result if isinstance(result, tuple) else (result,)
         kept = out if keep is None else out[keep]
         (kept * wave(*kept.shape, by=0.9)).sum().backward()
-        results.append([kept.detach(), *(t for t in rest if t is not None), *(t.grad for t in (*given, *module.parameters()))])
+        results.append([kept.detach(), *(t for t in rest if t is not None), *(t.grad for t in (*inputs, *module.parameters()))])
     for ours, theirs in zip(*results, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:

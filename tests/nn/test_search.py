@@ -16,8 +16,8 @@ def mask(*lengths, longest=6):
     return torch.arange(longest) >= torch.tensor(lengths)[:, None]
 
 
-def tokens_of(found):
-    return None if found is None else (found.offsets.tolist(), found.indices.tolist())
+def tokens_of(packing):
+    return None if packing is None else (packing.offsets.tolist(), packing.indices.tolist())
 
 
 MASKS = {"right": mask(4, 0, 6), "left": mask(4, 1, 6).flip(1), "holes": mask(4, 3, 6) ^ (torch.arange(6) == 1), "nothing": mask(6, 6, 6)}
@@ -69,6 +69,6 @@ def test_few_are_kept():
 def test_kept_tensors_are_no_inference_tensors():
     with torch.inference_mode():
         for hidden in (mask(4, 2), mask(4, 2).flip(1)):
-            found = padding_mask_scan.find_tokens(hidden, batch_first=True)
-            assert not found.offsets.is_inference()
-            assert not found.indices.is_inference()
+            packing = padding_mask_scan.find_tokens(hidden, batch_first=True)
+            assert not packing.offsets.is_inference()
+            assert not packing.indices.is_inference()

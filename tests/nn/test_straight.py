@@ -25,16 +25,16 @@ def test_autocast(taken, monkeypatch, grad):
     encoder, x = model(), source(grad=grad)
     encoder.requires_grad_(grad)
 
-    def found():
+    def run():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = encoder(x, src_key_padding_mask=PADDING)
         return [out, *torch.autograd.grad(out.float().sum(), [x, *encoder.parameters()])] if grad else [out]
 
-    out = found()
+    out = run()
     assert taken == [True]
     with monkeypatch.context() as patch:
         patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        torch.testing.assert_close(out, found(), rtol=0, atol=0)
+        torch.testing.assert_close(out, run(), rtol=0, atol=0)
 
 
 class Slopes(torch.nn.Module):
@@ -53,9 +53,9 @@ def test_learned_scores(taken, monkeypatch):
     slopes = Slopes()
     encoder, x = model(score=slopes), source()
     assert len([name for name, _ in encoder.named_parameters() if "table" in name]) == 2
-    found = outcome(encoder, x)
+    actual = outcome(encoder, x)
     assert [layer.self_attn.score.calls for layer in encoder.layers] == [1, 1]
-    torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
     assert taken == [True]
 
 
@@ -67,24 +67,24 @@ def test_what_is_captured_learns_beside_frozen_parameters(taken, monkeypatch, ac
     encoder.requires_grad_(requires_grad=False)
     leaves = [layer.self_attn.score.table.requires_grad_() for layer in encoder.layers] if where == "score" else [bias]
 
-    def found():
+    def run():
         out = encoder(x, mask=bias if where == "mask" else None, src_key_padding_mask=PADDING)
         return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
-    here = found()
+    here = run()
     assert taken == [True]
     with monkeypatch.context() as patch:
         patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        torch.testing.assert_close(here, found(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(here, run(), rtol=1e-5, atol=1e-6)
 
 
 def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
     seen = []
-    made = fused_encoder.Attention
+    attention_class = fused_encoder.Attention
 
     def attention(*args, no_padding):
         seen.append(no_padding)
-        return made(*args, no_padding=no_padding)
+        return attention_class(*args, no_padding=no_padding)
 
     monkeypatch.setattr(fused_encoder, "Attention", attention)
     monkeypatch.setattr(fused_encoder.Stack, "_attentions", lambda *_: {})
@@ -93,8 +93,8 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
     tokens = packing.pack(x)
     told = foci.nn.Packing(packing.offsets, packing.longest, packing.shape, packing.indices)
     more = torch.cat((tokens, tokens))
-    for given, padding in ((x, PADDING), (tokens, packing), (more, packing), (tokens, told), (tokens, copy.deepcopy(packing))):
-        encoder(given, src_key_padding_mask=padding)
+    for inputs, padding in ((x, PADDING), (tokens, packing), (more, packing), (tokens, told), (tokens, copy.deepcopy(packing))):
+        encoder(inputs, src_key_padding_mask=padding)
     assert seen == [True, True, False, False, False]
     packing.offsets[-1] -= 1
     encoder(tokens, src_key_padding_mask=packing)
@@ -104,9 +104,9 @@ def test_rows_are_known_to_be_tokens_where_a_mask_says_so(monkeypatch):
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, needs_grad):
-    made = []
+    reads = []
     inner = fused_encoder._read_attention
-    monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: made.append(inner(*args, **more)) or made[-1])
+    monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: reads.append(inner(*args, **more)) or reads[-1])
     encoder, x = model(), source(grad=False)
     turned, fewer = PADDING.roll(1, 0), PADDING | (torch.arange(S) >= S - 1)
     masks = [PADDING, PADDING, turned, PADDING, fewer, turned]
@@ -115,30 +115,30 @@ def test_what_a_call_found_serves_the_next_of_its_form(monkeypatch, needs_grad):
         with contextlib.nullcontext() if needs_grad else torch.no_grad():
             return [encoder(x, src_key_padding_mask=mask) for mask in masks]
 
-    found, first = run(), len(made)
+    actual, first = run(), len(reads)
     assert first < len(masks)
     with monkeypatch.context() as patch:
         patch.setattr(fused_encoder.Stack, "_attentions", lambda *_: {})
         want = run()
-    assert len(made) - first == len(masks)
-    assert all(map(torch.equal, found, want))
+    assert len(reads) - first == len(masks)
+    assert all(map(torch.equal, actual, want))
 
 
 def test_what_a_call_found_is_not_for_what_else_has_changed(monkeypatch):
-    made = []
+    reads = []
     inner = fused_encoder._read_attention
-    monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: made.append(1) or inner(*args, **more))
+    monkeypatch.setattr(fused_encoder, "_read_attention", lambda *args, **more: reads.append(1) or inner(*args, **more))
     encoder, x = model(), source(grad=False)
     encoder(x, src_key_padding_mask=PADDING)
     encoder(x, src_key_padding_mask=PADDING)
-    assert len(made) == 1
+    assert len(reads) == 1
     with foci.use("reference"):
         encoder(x, src_key_padding_mask=PADDING)
-    assert len(made) == 2
+    assert len(reads) == 2
     floating = torch.zeros(PADDING.shape).masked_fill(PADDING, -torch.inf)
     floating[0, 0] = 1.0
     encoder(x, src_key_padding_mask=floating)
-    assert len(made) == 3
+    assert len(reads) == 3
     packing = foci.nn.Packing.from_mask(PADDING)
     tokens = packing.pack(x)
     encoder(tokens, src_key_padding_mask=packing)
@@ -276,11 +276,11 @@ def test_layers_that_are_called_as_modules(taken, monkeypatch, change, later):
     CHANGES[change](encoder)
     taken.clear()
     x = source()
-    found = outcome(encoder, x)
+    actual = outcome(encoder, x)
     assert taken in ([False, False, True], [False, True], [True], [False, True, True]), (
         "the stack, then its layers; the first of them, or both, perhaps not even asked; or each by itself"
     )
-    torch.testing.assert_close(found, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, by_modules(monkeypatch, encoder, x), rtol=1e-5, atol=1e-6)
 
 
 def forward_gradients(layer, x, packing):
@@ -363,17 +363,17 @@ def test_norms_of_another_dtype(taken):
 def test_without_gradients(taken, monkeypatch, mode, options):
     encoder = model(**options)
 
-    def found():
+    def run():
         torch.manual_seed(1)
         with mode():
             return encoder(source(), src_key_padding_mask=PADDING)
 
-    out = found()
+    out = run()
     assert taken == [True]
     assert not out.requires_grad
     with monkeypatch.context() as patch:
         patch.setattr("foci.nn.encoder.noted", lambda *_: None)
-        torch.testing.assert_close(out, found(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out, run(), rtol=1e-5, atol=1e-6)
     encoder.requires_grad_(False)
     again = encoder(source(grad=False), src_key_padding_mask=PADDING)
     assert taken == [True, True]
@@ -410,16 +410,16 @@ def test_graphs_of_what_was_called(taken):
         torch.testing.assert_close(graph(x, src_key_padding_mask=PADDING), want, rtol=1e-5, atol=1e-6)
     assert taken == [True]
     for more in several(0, 3, 7)[1:]:
-        given, hidden = resize((x, PADDING), {x.shape[1]: x.shape[1] + more})
+        resized, hidden = resize((x, PADDING), {x.shape[1]: x.shape[1] + more})
         torch.testing.assert_close(
-            compiled(given, src_key_padding_mask=hidden), encoder(given, src_key_padding_mask=hidden), rtol=1e-5, atol=1e-6
+            compiled(resized, src_key_padding_mask=hidden), encoder(resized, src_key_padding_mask=hidden), rtol=1e-5, atol=1e-6
         )
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["stack", "layer"])
-def test_what_is_noted_keeps_nothing_alive(taken, whole):
+@pytest.mark.parametrize("is_stack", [True, False], ids=["stack", "layer"])
+def test_what_is_noted_keeps_nothing_alive(taken, is_stack):
     encoder = model()
-    module = encoder if whole else encoder.layers[0]
+    module = encoder if is_stack else encoder.layers[0]
     packing = foci.nn.Packing.from_mask(PADDING)
     module(packing.pack(source(grad=False)), src_key_padding_mask=packing)
     parameter = weakref.ref(encoder.layers[0].linear1.weight)
@@ -434,12 +434,12 @@ def test_what_is_noted_keeps_nothing_alive(taken, whole):
 
 @pytest.mark.parametrize("case", ["one", "one row", "apart", "in another order", "a gap"])
 def test_rows_side_by_side_are_not_copied(case):
-    whole = torch.randn(1 if case == "one row" else 5, 9 if case == "a gap" else 8, 3)
-    parts = whole[:, :8].split((4, 2, 2), 1)
+    base = torch.randn(1 if case == "one row" else 5, 9 if case == "a gap" else 8, 3)
+    parts = base[:, :8].split((4, 2, 2), 1)
     if case == "apart":
         parts = tuple(t.clone() for t in parts)
     if case == "in another order":
         parts = parts[::-1]
-    found = _side_by_side(parts)
-    assert torch.equal(found, torch.cat(parts, 1).flatten(1))
-    assert (found.data_ptr() == whole.data_ptr()) == (case == "one")
+    actual = _side_by_side(parts)
+    assert torch.equal(actual, torch.cat(parts, 1).flatten(1))
+    assert (actual.data_ptr() == base.data_ptr()) == (case == "one")

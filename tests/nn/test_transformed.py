@@ -87,8 +87,8 @@ def test_compile_decoder():
     _, ours = stacks("Decoder", 1, batch_first=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for more in several(0, 2, 5):
-        given = rand(B, T, E), rand(B, S, E), padding("right", T), padding("holes")
-        *args, target, memory = resize(given, {T: T + more, S: S + more})
+        arguments = rand(B, T, E), rand(B, S, E), padding("right", T), padding("holes")
+        *args, target, memory = resize(arguments, {T: T + more, S: S + more})
         kwargs = {"tgt_key_padding_mask": target, "memory_key_padding_mask": memory}
         torch.testing.assert_close(compiled(*args, **kwargs), ours(*args, **kwargs))
 
@@ -111,8 +111,8 @@ def test_compiled_modules_are_those_of_torch(kind, case):
     near = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
 
     def calls(more):
-        given = rand(B, S, E).to(dtype), rand(B, T, E).to(dtype), padding("right"), padding("right", T)
-        x, memory, hidden, memory_hidden = resize(given, {S: S + more, T: T + more})
+        arguments = rand(B, S, E).to(dtype), rand(B, T, E).to(dtype), padding("right"), padding("right", T)
+        x, memory, hidden, memory_hidden = resize(arguments, {S: S + more, T: T + more})
         causal = torch.nn.Transformer.generate_square_subsequent_mask(S + more, dtype=dtype)
         if kind == "Encoder":
             return ([x], {"mask": causal}, hidden), ([x], {"src_key_padding_mask": hidden}, hidden)
@@ -225,5 +225,5 @@ def test_tracing(batch_first, tmp_path):
     traced = torch.jit.trace(encoder, example_kwarg_inputs=inputs, check_trace=False)
     assert str(traced.inlined_graph).count("foci::attention") == len(encoder.layers)
     torch.jit.save(traced, tmp_path / "encoder.pt")
-    found = torch.jit.load(tmp_path / "encoder.pt")(src=other, src_key_padding_mask=padding("holes"))
-    torch.testing.assert_close(found, encoder(other, src_key_padding_mask=padding("holes")))
+    actual = torch.jit.load(tmp_path / "encoder.pt")(src=other, src_key_padding_mask=padding("holes"))
+    torch.testing.assert_close(actual, encoder(other, src_key_padding_mask=padding("holes")))

@@ -98,10 +98,10 @@ def test_padding_is_not_computed():
     # torch.nn.MultiheadAttention reads the parameters of its out_proj and does not call it
     called = {name for name, m in ours.named_modules() if not isinstance(m, torch.nn.ModuleList) and not name.endswith("out_proj")}
     assert set(shapes) == called
-    for name, (given, result) in shapes.items():
+    for name, (layer_input, result) in shapes.items():
         if name:
             result = result[0] if isinstance(result, tuple) else result
-            assert given.shape[0] == result.shape[0] == tokens, name
+            assert layer_input.shape[0] == result.shape[0] == tokens, name
     assert out.shape == (B, S, E)
 
 
@@ -193,15 +193,15 @@ def test_decoder(options, batch_first, pads):
     rows = None if hidden[0] is None else ~hidden[0] if batch_first else ~hidden[0].T
     causal = torch.nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
     for theirs, ours in (layers("Decoder", batch_first=batch_first, **options), stacks("Decoder", batch_first=batch_first, **options)):
-        given = {"tgt_key_padding_mask": hidden[0], "memory_key_padding_mask": hidden[1]}
-        same(theirs, ours, [target, memory], rows, **given)
-        given["memory_mask"] = rand(T, S, seed=3)
+        kwargs = {"tgt_key_padding_mask": hidden[0], "memory_key_padding_mask": hidden[1]}
+        same(theirs, ours, [target, memory], rows, **kwargs)
+        kwargs["memory_mask"] = rand(T, S, seed=3)
         if pads[0] != "left":  # torch's first rows have no key then
-            given["tgt_mask"] = causal
+            kwargs["tgt_mask"] = causal
         if hidden[0] is None and hidden[1] is None:
-            same(theirs, ours, [target[0], memory[1]] if batch_first else [target[:, 0], memory[:, 1]], memory_mask=given["memory_mask"])
+            same(theirs, ours, [target[0], memory[1]] if batch_first else [target[:, 0], memory[:, 1]], memory_mask=kwargs["memory_mask"])
         same(
-            theirs, ours, [target, memory], rows, **{k: v if v is None or v.dtype != torch.bool else as_float(v) for k, v in given.items()}
+            theirs, ours, [target, memory], rows, **{k: v if v is None or v.dtype != torch.bool else as_float(v) for k, v in kwargs.items()}
         )
 
 
@@ -323,10 +323,10 @@ def test_causal_masks_are_detected():
     almost[3, 1] = -0.5
     for mask, detected in ((causal, True), (causal == -torch.inf, True), (almost, False), (causal.float(), True)):
         with foci.observe() as log:
-            found = ours(x, mask=mask)
+            actual = ours(x, mask=mask)
         assert all(bool(c.problem.variant.captures) is not detected for c in log.calls)
         written = torch.zeros_like(mask, dtype=torch.float64).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask.double()
-        torch.testing.assert_close(found, ours(x, mask=written, is_causal=False))
+        torch.testing.assert_close(actual, ours(x, mask=written, is_causal=False))
     with pytest.raises(RuntimeError, match="Need attn_mask if specifying the is_causal hint"):
         ours(x, is_causal=True)
 
@@ -349,5 +349,5 @@ def test_gradient_of_a_floating_padding_mask():
     pad = as_float(padding("right")).masked_fill(~padding("right"), 0.3).requires_grad_()
     x, rows = rand(B, S, E), ~padding("right")
     weights = rand(int(rows.sum()), E, seed=9)
-    found = [torch.autograd.grad((m(x, src_key_padding_mask=pad)[rows] * weights).sum(), pad)[0][rows] for m in (theirs.train(), ours)]
-    torch.testing.assert_close(found[1], found[0])
+    gradients = [torch.autograd.grad((m(x, src_key_padding_mask=pad)[rows] * weights).sum(), pad)[0][rows] for m in (theirs.train(), ours)]
+    torch.testing.assert_close(gradients[1], gradients[0])
