@@ -27,7 +27,7 @@ from foci.operator import (
 )
 from foci.planner import Decision
 from foci.prepare import Extras, draw_seed, prepare
-from foci.problem import Formula, Operands, OptionalTensors, Program, Results
+from foci.problem import Formula, Operands, OptionalTensors, Program, Results, make_tuple
 from foci.spec import CallSpec, Needs, find_needs, spec_of_functions
 from foci.trace_functions import is_kept
 
@@ -143,7 +143,8 @@ def _with_tensors(known: _Known, inputs: Tensors, functions: tuple[Fingerprint, 
         tensors += tuple([closed[n] for n in known.spots])
     has_dropout = known.outline.dropout_p > 0
     if not has_dropout and e.cu_q is None and e.page_table is None and e.blocks is None:
-        return PlannedCall(known.outline, tensors, NOTHING)
+        call: PlannedCall = make_tuple(PlannedCall, (known.outline, tensors, NOTHING))
+        return call
     seed = draw_seed(inputs[0].device) if has_dropout else None
     optional = OptionalTensors(seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
     return PlannedCall(known.outline, tensors, optional)

@@ -15,6 +15,7 @@ from foci.compat.torch import (
     is_mem_efficient_sdp_enabled,
 )
 from foci.context import allowed_backends, is_tuning
+from foci.problem import make_tuple
 
 __all__ = [
     "Allowed",
@@ -55,7 +56,10 @@ class Environment(NamedTuple):
 def read_environment(allowed: Allowed, device: torch.device) -> Environment:
     """The environment of a call on a device, among the backends that it may use."""
     autocast = autocast_dtype(device.type) if is_any_autocast_enabled() else None
-    return Environment(allowed, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), autocast)
+    environment: Environment = make_tuple(
+        Environment, (allowed, backends.changes(), torch.are_deterministic_algorithms_enabled(), is_tuning(), autocast)
+    )
+    return environment
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, Final, NamedTuple, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ __all__ = [
     "gradient_strides",
     "is_aligned",
     "lay_out",
+    "make_tuple",
     "record",
     "result_strides",
 ]
@@ -48,6 +49,11 @@ def record(cls: type[_Record]) -> type[_Record]:
     through a function each, and a call makes several of these.
     """
     return dataclass(eq=False)(cls)
+
+
+make_tuple: Final[Any] = tuple.__new__
+"""make_tuple(cls, fields) is cls(*fields) of a named tuple. The class's own constructor is a Python function that takes twice as long,
+which counts for those that each call of attention makes."""
 
 
 class Layout(Enum):

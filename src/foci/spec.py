@@ -11,6 +11,7 @@ from torch import Tensor
 from foci.environment import Allowed, Environment, read_environment
 from foci.ir.function_fingerprint import Fingerprint, shared
 from foci.prepare import Extras
+from foci.problem import make_tuple
 
 __all__ = ["NO_NEEDS", "CallSpec", "Needs", "find_needs", "spec_of_functions", "spec_of_operator"]
 
@@ -20,8 +21,6 @@ NO_NEEDS: Final = (False, False, False)
 
 _OPTIONAL_TENSOR: Final = frozenset((Tensor, type(None)))
 _REAL: Final = (float, int)
-_make_tuple: Final[Any] = tuple.__new__
-"""What a named tuple's own constructor calls, which takes twice as long for so many fields: each call of attention makes a spec."""
 
 
 class CallSpec(NamedTuple):
@@ -128,7 +127,7 @@ def spec_of_functions(
     if not needs_all and torch.is_grad_enabled():
         requires_grad = (query.requires_grad, key.requires_grad, value.requires_grad, *[t.requires_grad for t in closed])
     o = e.outputs
-    spec: CallSpec = _make_tuple(CallSpec, (
+    spec: CallSpec = make_tuple(CallSpec, (
         (score.structure, *score.numbers, mask.structure, *mask.numbers, common), (o.lse, o.row_max, o.column_sums, o.weights),
         None if e.scale is None else _exact(e.scale), e.dropout_p, e.max_q, e.max_kv, e.exact_lengths, shapes, strides,
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),

@@ -108,22 +108,23 @@ def _ready_fingerprint(function: types.FunctionType) -> Fingerprint | None:
 def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any, ...] | None:
     if function.__kwdefaults__:
         return None
-    for n, other in enumerate(into.functions):
-        if other is function:
-            return (types.FunctionType, n)  # it closes over itself, or two close over it
-    into.functions.append(function)
-    code = _code_key(function.__code__, function.__globals__)
-    if code is None:
-        return None
+    functions = into.functions
+    if functions:
+        for n, other in enumerate(functions):
+            if other is function:
+                return (types.FunctionType, n)  # it closes over itself, or two close over it
+    functions.append(function)
+    parts: list[Any] = [_code_key(function.__code__, function.__globals__)]
     try:
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        parts += [_key(value, into) for value in function.__defaults__ or ()]
+        for cell in function.__closure__ or ():
+            parts.append(_key(cell.cell_contents, into))
     except ValueError:  # a cell that is not filled yet
         return None
-    parts = [_key(item, into) for item in (*(function.__defaults__ or ()), *cells)]
     if function.__dict__:  # whoever has the function may read its attributes
         for name, value in function.__dict__.items():
             parts += [(str, name), _key(value, into)]
-    return None if None in parts else (code, *parts)
+    return None if None in parts else tuple(parts)
 
 
 class _Code:

@@ -107,7 +107,10 @@ def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None
     assert cu_q is not None
     is_one = cu_kv is cu_q and q_lengths is None and kv_lengths is None  # most often, and each call asks
     read = (cu_q,) if is_one else tuple([t for t in offsets if t is not None])
-    changes = _changes_unseen(query, read) if free is None else True in [t.is_inference() for t in read]
+    if free is None:
+        changes = _changes_unseen(query, read)
+    else:
+        changes = cu_q.is_inference() if is_one else any(t.is_inference() for t in read)
     if changes:
         return _sequences(offsets, stays=False)
     stream = current_stream(query) if free is None else free
