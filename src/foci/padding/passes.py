@@ -79,7 +79,7 @@ def pad(
         >>> import torch
         >>> from foci.padding import Machine, find_table, pad
         >>> from torch.fx.experimental.proxy_tensor import make_fx
-        >>> x, w = torch.randn(4096, 64).bfloat16(), torch.randn(64, 4099).bfloat16()[:, :4096]
+        >>> x, w = torch.randn(4096, 64), torch.randn(64, 4099)[:, :4096]
         >>> graph = make_fx(torch.mm, tracing_mode="fake")(x, w)
         >>> done = pad(graph, (), Machine("NVIDIA H200", 16, True, find_table("NVIDIA H200", "sm_90")))
         >>> [padding.how for padding in done.paddings]
