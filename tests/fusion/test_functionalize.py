@@ -2,6 +2,8 @@
 
 # FUSE-03
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,51 @@ def test_a_write_keeps_the_dtype_that_is_written(name):
     actual, expected = module(X.clone()), function(X)
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def flagged():
+    """Functions of torch.nn.functional that may be asked to write their input, with arguments up to the flag."""
+    for name, function in vars(F).items():
+        if callable(function) and not name.startswith("_"):
+            try:
+                parameters = [*inspect.signature(function).parameters.values()]
+            except ValueError:
+                continue
+            if "inplace" in [parameter.name for parameter in parameters]:
+                yield name, [0.25 if p.default is p.empty else p.default for p in parameters[1:-1]]
+
+
+# FUSE-04
+@pytest.mark.parametrize(("name", "arguments"), [pytest.param(*row, id=row[0]) for row in flagged()])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_function_that_is_asked_to_write_is_seen_to(name, arguments, by_name):
+    """By name and, as `torch.nn.LeakyReLU` and others ask, by position."""
+    arguments = [False if argument is True else argument for argument in arguments]  # without dropout
+
+    def function(x):
+        y = x * 2
+        getattr(F, name)(y, *arguments, *(() if by_name else (True,)), **({"inplace": True} if by_name else {}))
+        return y + 1
+
+    x = X[0] if name == "dropout1d" else X
+    module = dynamo_graph_of(function, x.clone())
+    assert len(writes(module)) == 1
+    without(module, [x.clone()])
+    torch.testing.assert_close(module(x.clone())[0], function(x.clone()), rtol=0, atol=0)
+
+
+# FUSE-04
+@pytest.mark.parametrize("module", [torch.nn.LeakyReLU(0.2, True), torch.nn.ELU(1.0, True), torch.nn.Hardtanh(-1.0, 1.0, True)])
+def test_scores_that_a_module_writes_are_those_that_attend(module):
+    def attend(query, key, value):
+        scores = query @ key.mT
+        module(scores)
+        return scores.softmax(-1) @ value
+
+    compiled = torch.compile(attend, backend="foci")
+    for length in (16, 24, 33):
+        tensors = [torch.randn(2, 3, length, 8) for _ in range(3)]
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors), atol=1e-5, rtol=1e-5)
 
 
 def test_to_ask_for_a_dtype_draws_no_random_number():

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
-from foci.fusion.fx_utils import Call, as_call, example_tensor, example_value, node_dtype, node_rank, storage_id
+from foci.fusion.fx_utils import Call, as_call, example_tensor, example_value, inplace_position, node_dtype, node_rank, storage_id
 from foci.ir.rule import Rule, by_name
 
 __all__ = ["ROUNDING_RULES", "WRITE_RULES", "without_writes"]
@@ -109,7 +109,7 @@ def _form(node: fx.Node, call: Call) -> str:
         return call.name
     if not call.in_place or "out" in call.kwargs:
         return ""
-    if node.kwargs.get("inplace") is True:
+    if call.kwargs.get("inplace") is True:
         return "inplace=True"
     if node.op == "call_method" and str(node.target).endswith("_"):
         return "method_"
@@ -153,9 +153,13 @@ def _before(key: Any, target: Tensor, where: Tensor) -> int | None:
 
 
 def _keyword(write: Write) -> fx.Node | None:
-    node = write.node
+    node, args = write.node, write.node.args
     function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    return _operation(write, function, node.target, {**node.kwargs, "inplace": False})
+    node.args = args[: inplace_position(node.target)]  # where the flag is given by position
+    result = _operation(write, function, node.target, {**node.kwargs, "inplace": False})
+    if result is None:
+        node.args = args
+    return result
 
 
 def _method(write: Write) -> fx.Node | None:
@@ -213,8 +217,8 @@ WRITE_RULES: Final[tuple[Rule[Becomes], ...]] = (
          ("y.mul_(3)", "y = y.masked_fill_(mask, 0.0)", "y.clamp_(min=x)", "y = (y > 1).logical_and_(mask)"),
          ("y.gt_(0.0)", "y = y.half(); y.clamp_(min=x)", "y.unsqueeze_(0)", "y.zero_()", "x.mul_(3)")),
     Rule(("inplace=True",), "a function that is asked to write: the same, asked not to", _keyword,
-         ("F.relu(y, inplace=True)", "y = F.leaky_relu(input=y, inplace=True)"),
-         ("F.relu(x, inplace=True)", "z = y[0]; F.relu(y, inplace=True); y = y + z")),
+         ("F.relu(y, inplace=True)", "y = F.leaky_relu(input=y, inplace=True)", "F.relu(y, True)", "y = F.hardtanh(y, -0.5, 0.5, True)"),
+         ("F.relu(x, inplace=True)", "F.leaky_relu(x, 0.1, True)", "z = y[0]; F.relu(y, inplace=True); y = y + z")),
     Rule(tuple(function.__name__ for function in _OPERATORS), "an augmented assignment: its operator", _operator,
          ("y += x", "y /= 2", "y = y > 1; y &= mask"),
          ("y = y.half(); y **= x", "y = y.int(); y <<= 1", "x += 1", "z = y.view(-1); y += 1; y = z")),

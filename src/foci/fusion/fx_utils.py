@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ __all__ = [
     "example_tensor",
     "example_value",
     "fixed_number",
+    "inplace_position",
     "is_half",
     "is_tensor",
     "is_transformed",
@@ -107,11 +110,28 @@ def as_call(node: fx.Node) -> Call | None:
     if raw == "rsub" and len(node.args) >= 2:
         name, args = "sub", (args[1], args[0], *args[2:])
     name, named = _ALIASES.get(name, name), dict(node.kwargs)
+    flag = inplace_position(node.target)
+    if flag is not None and len(args) > flag:
+        named["inplace"], args = args[flag], args[:flag]
     for parameter in _PARAMETERS.get(name, _TWO)[len(args) :]:
         if parameter not in named:
             break
         args += (named.pop(parameter),)
     return Call(name, args, named, in_place or named.get("inplace") is True or _writes(node))
+
+
+@functools.cache
+def inplace_position(target: Any) -> int | None:
+    """Position of the last parameter of a function of `torch.nn.functional` that asks it to write its input; None for any other target.
+    Modules such as `torch.nn.LeakyReLU` give it by position."""
+    function: Any = getattr(torch.nn.functional, getattr(target, "__name__", ""), None)
+    if function is None or function is not target:
+        return None
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except ValueError:  # of a builtin that has none
+        return None
+    return len(parameters) - 1 if parameters[-1:] == ["inplace"] else None
 
 
 def _writes(node: fx.Node) -> bool:
