@@ -188,6 +188,15 @@ def addressed(log, tensors):
     return [replaced(entry) for entry in log]
 
 
+def flatten(arguments):
+    """Arguments of a launch without their nesting."""
+    return [leaf for part in arguments for leaf in flatten(part)] if isinstance(arguments, tuple) else [arguments]
+
+
+def is_address(value):
+    return isinstance(value, int) and value >= 1 << 32
+
+
 def placed(log, tensors):
     """Launches with addresses within tensors as these' numbers and distances; those of what only the pass reads differ from run to run."""
 

@@ -11,7 +11,7 @@ import triton.language as tl  # noqa: E402
 
 from foci.backends.gpu.kernel_args import table_config  # noqa: E402
 from foci.backends.gpu.tensor_descriptors import stream_operand  # noqa: E402
-from foci.backends.gpu.tiles import load_streamed_tile  # noqa: E402
+from foci.backends.gpu.tiles import HeadRows, load_streamed_tile  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu"
@@ -23,7 +23,7 @@ pytestmark = [
 
 @triton.jit
 def read_tile(source, out, h, start, first, length, c, EDGE: tl.constexpr):
-    tile = load_streamed_tile(source, None, 0, h, start, first, length, c, EDGE, 16, 32, 32)
+    tile = load_streamed_tile(source, None, HeadRows(0, h, start, length), first, c, EDGE, 16, 32, 32)
     tl.store(out + tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :], tile)
 
 

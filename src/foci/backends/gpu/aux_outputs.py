@@ -35,9 +35,8 @@ def add_aux_outputs(builder: PassBuilder, operands: Operands, sequences: Sequenc
         visits = builder.visits(call, schedule, "keys")
         call.launches.add(
             weigh_columns, (batch * heads * visits.tasks,),
-            query, key, results.lse, columns, weights, call.strides, builder.size(call, heads, visits.tasks), visits.spans,
-            visits.table, call.numbers, call.environment, builder.config(call, schedule, visits), call.functions.both, call.functions.mask,
-            num_warps=schedule.warps,
+            query, key, results.lse, columns, weights, builder.args(call, heads, visits), builder.config(call, schedule, visits),
+            call.functions.both, call.functions.mask, num_warps=schedule.warps,
         )  # fmt: skip
     return replace(results, column_sums=columns, weights=weights)
 
@@ -64,11 +63,11 @@ def add_weight_cotangents(
     sums = torch.zeros((batch, heads, length), dtype=torch.float32, device=query.device)
     schedule = _schedule(builder)
     visits = builder.visits(call, schedule, "queries")
+    args = builder.args(call, heads, visits)
     call.launches.add(
         weigh_rows, (batch * heads * visits.tasks,),
-        query, operands.key, results.lse.contiguous(), sums, call.strides, builder.size(call, heads, visits.tasks), visits.spans,
-        visits.table, call.numbers._replace(**flow), call.environment, builder.config(call, schedule, visits), call.functions.both,
-        call.functions.mask, num_warps=schedule.warps,
+        query, operands.key, results.lse.contiguous(), sums, args._replace(numbers=call.numbers._replace(**flow)),
+        builder.config(call, schedule, visits), call.functions.both, call.functions.mask, num_warps=schedule.warps,
     )  # fmt: skip
     lse: Tensor = -sums if cotangents.lse is None else cotangents.lse.to(torch.float32) - sums
     return Cotangents(cotangents.out, lse)

@@ -7,10 +7,13 @@
     lse, dlse                     [B, Hq, Sq] float32: natural logsumexp and its gradient, or None
     lse2, delta                   [B, Hq, Sq] float32: logsumexp in base 2, and sum(out * do) - dlse
     qk, p, dp, ds                 products, weights, and gradients of weights and scores of a tile
+    args, c                       `foci.backends.gpu.kernel_args.CallArgs` and `Config`
 
 With dp = do v^T, the gradient of a score is p * (dp - delta), delta = sum_j p dp = sum(out * do) - dlse (Dao et al., "FlashAttention",
 2022, appendix B). The chain rule through the score function multiplies it by the function's derivative, `slope`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,6 +22,11 @@ from foci.backends.gpu.dweights import with_flow
 from foci.backends.gpu.tiles import (
     FORCED,
     LOG2E,
+    HeadRows,
+    KeysValues,
+    PackedRows,
+    Position,
+    TileRun,
     affine_columns,
     affine_line,
     clear_gaps,
@@ -35,6 +43,77 @@ from foci.backends.gpu.tiles import (
     tile_runs,
     tile_start,
 )
+
+
+class RowInputs(NamedTuple):
+    """Results of the forward and their gradients, in memory, and where the kernel of dq stores row statistics."""
+
+    out: Any
+    do: Any
+    lse: Any
+    dlse: Any  # or None
+    lse2: Any
+    delta: Any
+
+
+class RowStats(NamedTuple):
+    """Row statistics in memory, as the kernel of dq stored them."""
+
+    lse2: Any
+    delta: Any
+
+
+class KeyGradients(NamedTuple):
+    """Gradients of keys and values in memory; one of them may be None."""
+
+    dk: Any
+    dv: Any
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries, and what its loops over tiles of keys read."""
+
+    q: Any  # [TILE_Q, D_PAD]
+    do: Any  # [TILE_Q, DV_PAD]
+    lse2: Any  # [TILE_Q]
+    delta: Any  # [TILE_Q]
+    b: Any  # batch entry or sequence
+    memory_b: Any  # batch entry in memory
+    h: Any
+    kv_h: Any
+    first: Any  # first query
+    q_idx: Any  # [TILE_Q, 1]
+    q_len: Any
+    kv_start: Any  # first key of the sequence in memory
+    kv_len: Any
+    affine: Any  # (start, slope per key) of an affine score function, see `affine_line`
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys and values, and what its loops over tiles of a head's queries read."""
+
+    k: Any  # [TILE_KV, D_PAD]
+    v: Any  # [TILE_KV, DV_PAD]
+    b: Any  # batch entry or sequence
+    memory_b: Any  # batch entry in memory
+    h: Any
+    stats_start: Any  # where the head's sequence begins in `lse2` and `delta`
+    first: Any  # first key
+    q_start: Any  # first query of the sequence in memory
+    q_len: Any
+    kv_len: Any
+    affine: Any  # (start, slope per key, slope per query) of an affine score function
+
+
+class QueryStream(NamedTuple):
+    """Queries, gradients of out and row statistics, in memory, and which gradients are computed from them."""
+
+    q: Any  # a pointer or a tensor descriptor, as `do`
+    do: Any
+    lse2: Any
+    delta: Any
+    DK: Any  # a `tl.constexpr`, as DV
+    DV: Any
 
 
 @triton.jit
@@ -73,38 +152,29 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
 
 @triton.jit
 def recompute_weights(
-    qk,
-    lse2,
-    position,
-    numbers,
-    env,
-    c,
-    both: tl.constexpr,
-    mask: tl.constexpr,
-    MASKED: tl.constexpr,
-    EDGE: tl.constexpr,
-    CUT: tl.constexpr,
+    qk, lse2, position, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CUT: tl.constexpr
 ):
     """Recompute (weights, slope of the score function) of a tile from its products.
 
     Queries past the end have lse2 = inf. CUT: set weights of keys past the end to 0 here; else the mask does, or they do no harm.
     """
-    b, h, q_idx, kv_idx, q_len, kv_len, tile = position
-    inside = kv_idx < kv_len
-    column = kv_idx
+    b, h, q_len, kv_len = position.b, position.h, position.q_len, position.kv_len
+    inside = position.kv_idx < kv_len
+    q_idx = position.q_idx
+    kv_idx = position.kv_idx
     if EDGE:
         q_idx = tl.minimum(q_idx, q_len - 1)
         kv_idx = tl.minimum(kv_idx, kv_len - 1)
     if c.PLAIN:
         slope = 1.0
-        p = tl.exp2(qk * (numbers.scale * LOG2E) - lse2)
+        p = tl.exp2(qk * (args.numbers.scale * LOG2E) - lse2)
     else:
-        exponent, slope = both(qk, numbers.scale, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env)
+        exponent, slope = both(qk, args.numbers.scale, lse2, b, h, q_idx, kv_idx, q_len, kv_len, args.env)
         p = tl.exp2(exponent)
     if MASKED:
-        keep = mask(b, h, q_idx, column if c.BOUNDED else kv_idx, q_len, kv_len, env)
+        keep = mask(b, h, q_idx, position.kv_idx if c.BOUNDED else kv_idx, q_len, kv_len, args.env)
         if c.BLOCKS:
-            keep = keep | (tile >= FORCED)
+            keep = keep | (position.tile >= FORCED)
         if EDGE and CUT:
             keep = keep & inside
         p = tl.where(keep, p, 0.0)
@@ -125,107 +195,88 @@ def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
 
 
 @triton.jit
-def accumulate_dq(dq, queries, k, v, at, run, params, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """Accumulate tiles of keys `run` into dq of one tile of queries. `queries`: (q, do, lse2, delta). `params`: strides, table, numbers,
-    environment."""
-    q, do, lse2, delta = queries
-    strides, table, numbers, env = params
-    b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, q_first, affine = at
-    row, first, before, gap, low, high = run
-    tile = nth_visited(table, row, low, first, before, gap, c)
-    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+def accumulate_dq(dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+    """Accumulate the tiles of a `TileRun` into dq of one tile of queries. `kv`: `KeysValues`. `queries`: `QueryTile`."""
+    b, h, memory_b, q_idx = queries.b, queries.h, queries.memory_b, queries.q_idx
+    q_len, kv_len = queries.q_len, queries.kv_len
+    head = HeadRows(memory_b, queries.kv_h, queries.kv_start, kv_len)
+    tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
+    for i in tl.range(run.low, run.high, num_stages=1 if EDGE and not MASKED else c.STAGES):
         kv_first = tile_start(tile, c, c.TILE_KV)
         current = tile
-        tile = nth_visited(table, row, i + 1, first, before, gap, c)
+        tile = nth_visited(args.table, run.row, i + 1, run.first, run.before, run.gap, c)
         # S = Q K^T and dP = dO V^T
-        keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-        qk = product(q, keys, kv_first - q_first, affine, c)
-        values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
-        dp = tl.dot(do, tl.trans(values), input_precision=c.PRECISION)
+        keys = load_streamed_tile(kv.k, args.strides.k, head, kv_first, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+        qk = product(queries.q, keys, kv_first - queries.first, queries.affine, c)
+        values = load_streamed_tile(kv.v, args.strides.v, head, kv_first, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+        dp = tl.dot(queries.do, tl.trans(values), input_precision=c.PRECISION)
         # P = exp2(S - lse), masked
-        position = (b, h, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
-        p, slope = recompute_weights(qk, lse2[:, None], position, numbers, env, c, both, mask, MASKED, EDGE, not (MASKED and c.BOUNDED))
+        position = Position(b, h, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len, current)
+        CUT: tl.constexpr = not (MASKED and c.BOUNDED)
+        p, slope = recompute_weights(qk, queries.lse2[:, None], position, args, c, both, mask, MASKED, EDGE, CUT)
         if c.DROPOUT:
-            dp = tl.where(keep_tile(numbers, b, h, q_idx, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0)
-        dp = with_flow(dp, numbers, b, h, memory_b, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
+            dp = tl.where(keep_tile(args.numbers, b, h, q_idx, kv_first, c.TILE_KV), dp * args.numbers.keep_factor, 0.0)
+        dp = with_flow(dp, args.numbers, b, h, memory_b, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
         # dS = P * slope * (dP - delta), then dQ += dS K
-        ds = score_gradient(p, dp - delta[:, None], slope, c, MASKED or EDGE)
+        ds = score_gradient(p, dp - queries.delta[:, None], slope, c, MASKED or EDGE)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
     return dq
 
 
 @triton.jit
-def attention_query_gradient(
-    q,
-    k,
-    v,
-    out,
-    do,
-    lse,
-    dlse,
-    lse2,
-    delta,
-    dq,
-    strides,
-    size,
-    spans,
-    table,
-    numbers,
-    env,
-    c,
-    both: tl.constexpr,
-    mask: tl.constexpr,
-):
-    """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads."""
+def attention_query_gradient(q, k, v, inputs, dq, args, c, both: tl.constexpr, mask: tl.constexpr):
+    """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads. `inputs`: `RowInputs`."""
+    strides, size, spans, table = args.strides, args.size, args.spans, args.table
     b, memory_b, h, task, tile = find_for_gradient(size, spans, c, True)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
-            clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, memory_b, h, decode(size.rows), c, 16, c.D, c.D_PAD)
+            packed = PackedRows(spans.q_start, spans.q_length, spans.sequences, decode(size.rows))
+            clear_gaps(dq, strides.dq, packed, memory_b, h, c, 16, c.D, c.D_PAD)
         return
     kv_h = h // decode(size.group)
     first = tile * c.TILE_Q
     limit = q_len - first
     q_offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
-    queries = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), q_offsets, limit, True, c.TILE_Q, c.D, c.D_PAD)
+    q_tile = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), q_offsets, limit, True, c.TILE_Q, c.D, c.D_PAD)
     if c.NEGATIVE:
-        queries = -queries
+        q_tile = -q_tile
     do_offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
-    douts = load_tile(rows_pointer(do, strides.dout, memory_b, h, q_start + first, c), do_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    do_pointer = rows_pointer(inputs.do, strides.dout, memory_b, h, q_start + first, c)
+    douts = load_tile(do_pointer, do_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
     rows = first + tl.arange(0, c.TILE_Q)
     head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
     out_offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
-    outs = load_tile(rows_pointer(out, strides.out, memory_b, h, q_start + first, c), out_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-    row_lse, row_delta = prepare_row_stats(outs, douts, lse, dlse, lse2, delta, head + rows, rows < q_len)
+    out_pointer = rows_pointer(inputs.out, strides.out, memory_b, h, q_start + first, c)
+    outs = load_tile(out_pointer, out_offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
+    row_lse, row_delta = prepare_row_stats(outs, douts, inputs.lse, inputs.dlse, inputs.lse2, inputs.delta, head + rows, rows < q_len)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
     affine = (0.0, 0.0)
     if c.AFFINE:
-        start, kv_slope, q_slope = affine_line(b, h, first, q_len, kv_len, numbers, env, both)
+        start, kv_slope, q_slope = affine_line(b, h, first, q_len, kv_len, args.numbers, args.env, both)
         affine = (start, kv_slope)
         row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (q_slope * LOG2E)
-    at = (b, h, memory_b, kv_h, q_idx, q_len, kv_start, kv_len, first, affine)
+    queries = QueryTile(q_tile, douts, row_lse, row_delta, b, memory_b, h, kv_h, first, q_idx, q_len, kv_start, kv_len, affine)
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
     table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
-    run = (table_row, full_first, full, full * 0, full * 0, full)
-    q_do = (queries, douts, row_lse, row_delta)
-    params = (strides, table, numbers, env)
-    acc = accumulate_dq(acc, q_do, k, v, at, run, params, c, both, mask, False, False)
+    run = TileRun(table_row, full_first, full, full * 0, full * 0, full)
+    acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, False, False)
     part_inside = part
     if not EDGE:
         last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
         part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
-    run = (table_row, part_first, before, gap, part_inside * 0, part_inside)
-    acc = accumulate_dq(acc, q_do, k, v, at, run, params, c, both, mask, MASKED, EDGE)
+    run = TileRun(table_row, part_first, before, gap, part_inside * 0, part_inside)
+    acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, MASKED, EDGE)
     if not EDGE:
-        run = (table_row, part_first, before, gap, part_inside, part)
-        acc = accumulate_dq(acc, q_do, k, v, at, run, params, c, both, mask, True, True)
+        run = TileRun(table_row, part_first, before, gap, part_inside, part)
+        acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, True, True)
     sign = -1.0 if c.NEGATIVE else 1.0
     pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
     store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
     inside = (rows < q_len)[:, None] & (tl.arange(0, c.D_PAD)[None, :] < c.D)
-    tl.store(pointer + store, (acc * (numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside)
+    tl.store(pointer + store, (acc * (args.numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -294,102 +345,94 @@ def transpose_scores(x, c):
 
 
 @triton.jit
-def accumulate_dk_dv(
-    grads, keys, stream, at, run, params, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr,
-):  # fmt: skip
-    """Accumulate tiles of queries `run` of one head into `grads`, (dk, dv) of one tile of keys. `stream`: (q, do, lse2, delta) in memory.
-    `params`: strides, table, numbers, environment."""
+def accumulate_dk_dv(grads, stream, keys, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+    """Accumulate the tiles of a `TileRun` of one head's queries into `grads`, (dk, dv) of one tile of keys. `stream`: `QueryStream`.
+    `keys`: `KeyTile`."""
     dk, dv = grads
-    k, v = keys
-    q, do, lse2, delta = stream
-    strides, table, numbers, env = params
-    b, h, memory_b, head, kv_first, q_start, q_len, kv_len, affine = at
-    row, first, before, gap, low, high = run
+    b, h, memory_b, affine = keys.b, keys.h, keys.memory_b, keys.affine
+    q_len, kv_len = keys.q_len, keys.kv_len
+    head = HeadRows(memory_b, h, keys.q_start, q_len)
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
-    kv_idx = tl.expand_dims(kv_first + tl.arange(0, c.TILE_KV), KEY_AXIS)
-    tile = nth_visited(table, row, low, first, before, gap, c)
-    for i in tl.range(low, high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+    kv_idx = tl.expand_dims(keys.first + tl.arange(0, c.TILE_KV), KEY_AXIS)
+    tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
+    for i in tl.range(run.low, run.high, num_stages=1 if EDGE and not MASKED else c.STAGES):
         q_first = tile_start(tile, c, c.TILE_Q)
         current = tile
-        tile = nth_visited(table, row, i + 1, first, before, gap, c)
+        tile = nth_visited(args.table, run.row, i + 1, run.first, run.before, run.gap, c)
         # S = Q K^T
-        queries = load_streamed_tile(q, strides.q, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
-        qk = key_product(queries, k, affine[1], c)
+        queries = load_streamed_tile(stream.q, args.strides.q, head, q_first, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
+        qk = key_product(queries, keys.k, affine[1], c)
         if c.NEGATIVE:
             qk = -qk
         rows = q_first + tl.arange(0, c.TILE_Q)
-        row_lse, row_delta = load_row_stats(lse2, delta, head, rows, q_len, c, EDGE)
+        row_lse, row_delta = load_row_stats(stream.lse2, stream.delta, keys.stats_start, rows, q_len, c, EDGE)
         if c.AFFINE:
             start, kv_slope, q_slope = affine
-            row_lse -= affine_columns(start + (q_first - kv_first).to(tl.float32) * q_slope, q_slope, c.TILE_Q)
-        position = (b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
+            row_lse -= affine_columns(start + (q_first - keys.first).to(tl.float32) * q_slope, q_slope, c.TILE_Q)
+        position = Position(b, h, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len, current)
         # P = exp2(S - lse), masked. Keys past the end only reach rows of dk and dv that are not stored
-        p, slope = recompute_weights(qk, tl.expand_dims(row_lse, ROW_AXIS), position, numbers, env, c, both, mask, MASKED, EDGE, False)
-        douts = load_streamed_tile(do, strides.dout, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
+        p, slope = recompute_weights(qk, tl.expand_dims(row_lse, ROW_AXIS), position, args, c, both, mask, MASKED, EDGE, False)
+        douts = load_streamed_tile(stream.do, args.strides.dout, head, q_first, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
             # mark dropped weights by their sign until both products are done: a separate tile of bits would spill
-            keep = transpose_scores(keep_tile(numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], kv_first, c.TILE_KV), c)
+            keep = transpose_scores(keep_tile(args.numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], keys.first, c.TILE_KV), c)
             p = tl.where(keep, p, -p)
-        if VALUE:
+        if stream.DV:
             # dV += P^T dO
             dropped = p
             if c.DROPOUT:
                 dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
             dropped = dropped.to(douts.dtype)
             dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
-        if KEY:
+        if stream.DK:
             # dS = P * slope * (dP - delta), then dK += dS^T Q
-            dp = value_product(douts if c.TURNED else v, v if c.TURNED else douts, row_delta, ROW_AXIS, c)
+            dp = value_product(douts if c.TURNED else keys.v, keys.v if c.TURNED else douts, row_delta, ROW_AXIS, c)
             if c.DROPOUT:
-                dp = tl.where(p > 0.0, dp * numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
+                dp = tl.where(p > 0.0, dp * args.numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
                 p = tl.abs(p)
-            dp = with_flow(dp, numbers, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
+            dp = with_flow(dp, args.numbers, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
             ds = score_gradient(p, dp, slope, c, MASKED or EDGE).to(queries.dtype)
             dk = tl.dot(tl.trans(ds) if c.TURNED else ds, queries, dk, input_precision=c.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def attention_key_gradient(
-    q, k, v, do, lse2, delta, dk, dv, strides, size, spans, table, numbers, env, c, both: tl.constexpr, mask: tl.constexpr
-):
-    """dk and dv of one tile of keys, summed over the query heads that share it."""
+def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexpr, mask: tl.constexpr):
+    """dk and dv of one tile of keys, summed over the query heads that share it. `stats`: `RowStats`. `grads`: `KeyGradients`."""
+    strides, size, spans, table = args.strides, args.size, args.spans, args.table
     b, memory_b, kv_h, task, tile = find_for_gradient(size, spans, c, False)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         if tile == 0:
-            columns = decode(size.columns)
-            if dk is not None:
-                clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.D, c.D_PAD)
-            if dv is not None:
-                clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, memory_b, kv_h, columns, c, 16, c.DV, c.DV_PAD)
+            packed = PackedRows(spans.kv_start, spans.kv_length, spans.sequences, decode(size.columns))
+            if grads.dk is not None:
+                clear_gaps(grads.dk, strides.dk, packed, memory_b, kv_h, c, 16, c.D, c.D_PAD)
+            if grads.dv is not None:
+                clear_gaps(grads.dv, strides.dv, packed, memory_b, kv_h, c, 16, c.DV, c.DV_PAD)
         return
     first = tile * c.TILE_KV
     limit = kv_len - first
     k_offsets = tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD)
     v_offsets = tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD)
-    keys = load_tile(rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c), k_offsets, limit, True, c.TILE_KV, c.D, c.D_PAD)
-    KEY: tl.constexpr = dk is not None
-    VALUE: tl.constexpr = dv is not None
-    values = 0.0
+    k_tile = load_tile(rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c), k_offsets, limit, True, c.TILE_KV, c.D, c.D_PAD)
+    DK: tl.constexpr = grads.dk is not None
+    DV: tl.constexpr = grads.dv is not None
+    v_tile = 0.0
     dk_acc = 0.0
     dv_acc = 0.0
-    if KEY:
-        values = load_tile(
+    if DK:
+        v_tile = load_tile(
             rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD
         )
         dk_acc = tl.zeros([c.TILE_KV, c.D_PAD], tl.float32)
-    if VALUE:
+    if DV:
         dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
-    kv = (keys, values)
-    params = (strides, table, numbers, env)
     for member in range(0, decode(size.group)):
         h = kv_h * decode(size.group) + member
-        head = (memory_b * decode(size.heads) * decode(size.group) + h).to(tl.int64) * decode(size.rows) + q_start
+        stats_start = (memory_b * decode(size.heads) * decode(size.group) + h).to(tl.int64) * decode(size.rows) + q_start
         table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
         if first + c.TILE_KV > kv_len:
             # the key tile overhangs the keys: mask every query tile
@@ -400,12 +443,12 @@ def attention_key_gradient(
         affine = (0.0, 0.0, 0.0)
         if c.AFFINE:
             # the affine function at the tile's first key goes into each query's lse, the rest into the products
-            start, kv_slope, q_slope = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, env)
-            affine = (start * LOG2E + tl.zeros([4], tl.float32), kv_slope / numbers.scale, q_slope * LOG2E)
-        at = (b, h, memory_b, head, first, q_start, q_len, kv_len, affine)
-        run = (table_row, full_first, full, full * 0, full * 0, full)
+            start, kv_slope, q_slope = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, args.env)
+            affine = (start * LOG2E + tl.zeros([4], tl.float32), kv_slope / args.numbers.scale, q_slope * LOG2E)
+        keys = KeyTile(k_tile, v_tile, b, memory_b, h, stats_start, first, q_start, q_len, kv_len, affine)
+        run = TileRun(table_row, full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = accumulate_dk_dv(
-            (dk_acc, dv_acc), kv, (q, do, lse2, delta), at, run, params, c, both, mask, False, False, KEY, VALUE
+            (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, False, False
         )
         part_inside = part
         if not EDGE:
@@ -413,22 +456,24 @@ def attention_key_gradient(
             part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
             if first + c.TILE_KV > kv_len:
                 part_inside = part_inside * 0
-        run = (table_row, part_first, before, gap, part_inside * 0, part_inside)
+        run = TileRun(table_row, part_first, before, gap, part_inside * 0, part_inside)
         dk_acc, dv_acc = accumulate_dk_dv(
-            (dk_acc, dv_acc), kv, (q, do, lse2, delta), at, run, params, c, both, mask, MASKED, EDGE, KEY, VALUE
+            (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, MASKED, EDGE
         )
         if not EDGE:
-            run = (table_row, part_first, before, gap, part_inside, part)
+            run = TileRun(table_row, part_first, before, gap, part_inside, part)
             dk_acc, dv_acc = accumulate_dk_dv(
-                (dk_acc, dv_acc), kv, (q, do, lse2, delta), at, run, params, c, both, mask, True, True, KEY, VALUE
+                (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, True, True
             )
     rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
     sign = -1.0 if c.NEGATIVE else 1.0
-    if KEY:
-        dk_at = rows_pointer(dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
-        tl.store(dk_at, (dk_acc * (numbers.scale * sign)).to(dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D))
-    if VALUE:
+    if DK:
+        dk_at = rows_pointer(grads.dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
+        tl.store(
+            dk_at, (dk_acc * (args.numbers.scale * sign)).to(grads.dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D)
+        )
+    if DV:
         if c.DROPOUT:
-            dv_acc = dv_acc * numbers.keep_factor
-        dv_at = rows_pointer(dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
-        tl.store(dv_at, dv_acc.to(dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
+            dv_acc = dv_acc * args.numbers.keep_factor
+        dv_at = rows_pointer(grads.dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
+        tl.store(dv_at, dv_acc.to(grads.dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))

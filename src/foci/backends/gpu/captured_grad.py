@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Given
-from foci.backends.gpu.bias_gradient import attention_bias_gradient
-from foci.backends.gpu.captured_grad_kernel import capture_gradient
+from foci.backends.gpu.backward import RowInputs
+from foci.backends.gpu.bias_gradient import BiasGradArgs, BiasLoops, BiasOutputs, attention_bias_gradient
+from foci.backends.gpu.captured_grad_kernel import BlockShape, CaptureArgs, CaptureLoops, Gather, capture_gradient
 from foci.backends.gpu.codegen import TensorLayout, triton_codegen
 from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, is_half, jit_function
 from foci.backends.gpu.kernel_args import Strides, encode, is_countable_by_eights
@@ -114,12 +116,15 @@ def bias_gradient(
         )
     config = builder.config(call, schedule, TileTable(0, "all", DENSE, ALL))
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
+    args = BiasGradArgs(
+        call.strides, Strides(*map(encode, (*units, steps[3]))), builder.size(call, grid.heads, grid.tiles[0]),
+        BiasLoops(encode(learned.entries), encode(stretch)), call.numbers, call.environment,
+    )  # fmt: skip
     call.launches.add(
         attention_bias_gradient, (programs,),
-        o.query, keys(o.key), keys(o.value), bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows, dq, target, sums, waiting,
-        call.strides, Strides(*map(encode, (*units, steps[3]))), builder.size(call, grid.heads, grid.tiles[0]),
-        (encode(learned.entries), encode(stretch)), call.numbers, call.environment, config, call.functions.both, call.functions.mask,
-        is_summed, is_contiguous, num_warps=schedule.warps,
+        o.query, keys(o.key), keys(o.value), RowInputs(bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows),
+        BiasOutputs(dq, target, sums, waiting), args, config, call.functions.both, call.functions.mask, is_contiguous,
+        num_warps=schedule.warps,
     )  # fmt: skip
 
 
@@ -283,25 +288,28 @@ def _launch(
     queries = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
     blocks, shape = _blocks(builder, call, schedule)
+    args = CaptureArgs(
+        *rows[1:], launch.out, launch.unit, blocks, shape, call.strides, builder.size(call, grid.heads, 1), spans,
+        CaptureLoops(*map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),
+        call.numbers, call.environment,
+    )  # fmt: skip
+    gather = Gather(*map(tl.constexpr, (launch.how, is_contiguous, bool(derivative and derivative.axes))))
     call.launches.add(
         capture_gradient, (programs,),
-        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), *rows[1:], launch.out, launch.unit, blocks, shape,
-        call.strides, builder.size(call, grid.heads, 1), spans,
-        tuple(map(encode, (*outer, *grid.tiles, *launch.inner, *limits, launch.entries))), Strides(*map(encode, steps)),
-        call.numbers, call.environment, config, part, call.functions.mask, call.functions.both, launch.how, is_contiguous,
-        bool(derivative and derivative.axes), num_warps=schedule.warps, num_stages=1,
+        queries(o.query), keys(o.key), keys(o.value), queries(rows[0]), args, config, part, call.functions.mask, call.functions.both,
+        gather, num_warps=schedule.warps, num_stages=1,
     )  # fmt: skip
 
 
-def _blocks(builder: PassBuilder, call: Pass, schedule: Schedule) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Classes of the caller's block mask, and encoded (b and h stride, blocks of a row, tiles of a block of queries and of keys)."""
+def _blocks(builder: PassBuilder, call: Pass, schedule: Schedule) -> tuple[Tensor | None, BlockShape | None]:
+    """Classes of the caller's block mask, and their layout."""
     blocks, size = call.operands.blocks, builder.problem.formula.block_size
     if blocks is None or size is None:
-        return None, ()
+        return None, None
     blocks = blocks.contiguous()
     b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
     shape = (b_stride, h_stride, blocks.shape[3], size[0] // schedule.tile_q, size[1] // schedule.tile_kv)
-    return blocks, tuple(map(encode, shape))
+    return blocks, BlockShape(*map(encode, shape))
 
 
 def _by_name(way: Way, tensor: Tensor) -> dict[str | int, int]:

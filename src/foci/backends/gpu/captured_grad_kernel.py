@@ -8,7 +8,10 @@ over the row's entries. Tiles are recomputed: nothing of size Sq x Skv is stored
     q, k, v, do, lse2, delta    as in `foci.backends.gpu.backward`
     g, x                        [TILE_Q, TILE_KV]: dscore, and the scaled product that the score function is given
     part                        generated function: (weight, offset in the gradient) of one read
+    args                        `CaptureArgs`
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,45 +19,108 @@ import triton.language as tl
 from foci.backends.gpu.backward import load_row_stats, recompute_weights, value_product
 from foci.backends.gpu.dweights import with_flow
 from foci.backends.gpu.tile_table_kernels import EMPTY, FULL, PARTIAL
-from foci.backends.gpu.tiles import FORCED, decode, keep_tile, load_streamed_tile, sequence
+from foci.backends.gpu.tiles import FORCED, HeadRows, Position, decode, keep_tile, load_streamed_tile, sequence
+
+
+class BlockShape(NamedTuple):
+    """Layout of the classes of the caller's block mask; encoded."""
+
+    b_stride: int
+    h_stride: int
+    width: int  # blocks of a row
+    per_q: int  # tiles of a block of queries
+    per_kv: int  # tiles of a block of keys
+
+
+class CaptureLoops(NamedTuple):
+    """Counts of programs and of a program's loops, encoded."""
+
+    batches: int  # of programs
+    heads: int  # of programs
+    q_tiles: int
+    kv_tiles: int
+    inner_b: int  # batch entries that a program sums over
+    inner_h: int  # heads that a program sums over
+    q_limit: int  # longest lengths
+    kv_limit: int
+    entries: int  # of a reduction
+
+
+class CaptureArgs(NamedTuple):
+    """A call's arguments, as in `foci.backends.gpu.kernel_args.CallArgs`, and those of the read."""
+
+    lse2: Any
+    delta: Any
+    out: Any  # the gradient, or sums of it
+    limit: Any  # float64 [1]: the unit of "scatter", or None
+    block_classes: Any  # classes of the caller's block mask, or None
+    shape: Any  # their `BlockShape`, or None
+    strides: Any
+    size: Any
+    spans: Any
+    loops: CaptureLoops
+    out_strides: Any
+    numbers: Any
+    env: Any
+
+
+class Gather(NamedTuple):
+    """How contributions are gathered, see `capture_gradient`; each field is a `tl.constexpr`."""
+
+    HOW: Any
+    CONTIGUOUS: Any
+    ENTRIES: Any
+
+
+class Streams(NamedTuple):
+    """Queries, keys, values and gradients of out in memory: pointers, or tensor descriptors."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+
+
+class TilePlace(NamedTuple):
+    """A tile of scores, and its sequence in memory."""
+
+    b: Any  # batch entry or sequence
+    memory_b: Any  # batch entry in memory
+    h: Any
+    q_first: Any  # first query of the tile
+    kv_tile: Any  # number of the tile of keys, which may carry the flag FORCED, see `tiles.tile_start`
+    q_start: Any
+    q_len: Any
+    kv_start: Any
+    kv_len: Any
+
+
+class ScoreTile(NamedTuple):
+    """The gradient of a tile of scores, and what a read's derivative depends on."""
+
+    g: Any  # dscore, 0 where masked
+    x: Any  # the scaled product
+    q_idx: Any
+    kv_idx: Any
 
 
 @triton.jit
-def dscore(
-    q,
-    k,
-    v,
-    do,
-    lse2,
-    delta,
-    strides,
-    size,
-    b,
-    h,
-    q_first,
-    kv_tile,
-    span,
-    numbers,
-    env,
-    c,
-    mask: tl.constexpr,
-    score: tl.constexpr,
-    EDGE: tl.constexpr,
-):
-    """Compute (dscore of a tile, 0 where masked; the scaled product; q_idx; kv_idx).
-
-    kv_tile may carry the flag FORCED, see `tiles.tile_start`.
-    """
-    q_start, q_len, kv_start, kv_len, memory_b = span
+def dscore(streams, at, args, c, mask: tl.constexpr, score: tl.constexpr, EDGE: tl.constexpr):
+    """Compute the `ScoreTile` at a `TilePlace`. `streams`: `Streams`."""
+    b, h, memory_b, q_first = at.b, at.h, at.memory_b, at.q_first
+    q_len, kv_len = at.q_len, at.kv_len
+    strides, size = args.strides, args.size
     kv_h = h // decode(size.group)
-    kv_first = (kv_tile & (FORCED - 1)) * c.TILE_KV
+    kv_first = (at.kv_tile & (FORCED - 1)) * c.TILE_KV
+    q_head = HeadRows(memory_b, h, at.q_start, q_len)
+    kv_head = HeadRows(memory_b, kv_h, at.kv_start, kv_len)
     rows = q_first + tl.arange(0, c.TILE_Q)
-    queries = load_streamed_tile(q, strides.q, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
-    keys = load_streamed_tile(k, strides.k, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
-    values = load_streamed_tile(v, strides.v, memory_b, kv_h, kv_start, kv_first, kv_len, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
-    douts = load_streamed_tile(do, strides.dout, memory_b, h, q_start, q_first, q_len, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
-    head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + q_start
-    row_lse, row_delta = load_row_stats(lse2, delta, head, rows, q_len, c, EDGE)
+    queries = load_streamed_tile(streams.q, strides.q, q_head, q_first, c, EDGE, c.TILE_Q, c.D, c.D_PAD)
+    keys = load_streamed_tile(streams.k, strides.k, kv_head, kv_first, c, EDGE, c.TILE_KV, c.D, c.D_PAD)
+    values = load_streamed_tile(streams.v, strides.v, kv_head, kv_first, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
+    douts = load_streamed_tile(streams.do, strides.dout, q_head, q_first, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
+    head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows) + at.q_start
+    row_lse, row_delta = load_row_stats(args.lse2, args.delta, head, rows, q_len, c, EDGE)
     # S = Q K^T and dP = dO V^T - delta
     qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
     if c.NEGATIVE:
@@ -63,48 +129,47 @@ def dscore(
     q_idx = rows[:, None]
     kv_idx = (kv_first + tl.arange(0, c.TILE_KV))[None, :]
     # P = exp2(S - lse), masked
-    p, _ = recompute_weights(
-        qk, row_lse[:, None], (b, h, q_idx, kv_idx, q_len, kv_len, kv_tile), numbers, env, c, score, mask, True, EDGE, True
-    )
+    position = Position(b, h, q_idx, kv_idx, q_len, kv_len, at.kv_tile)
+    p, _ = recompute_weights(qk, row_lse[:, None], position, args, c, score, mask, True, EDGE, True)
     inner_q = q_idx
     inner_kv = kv_idx
     if EDGE:
         inner_q = tl.minimum(q_idx, q_len - 1)
         inner_kv = tl.minimum(kv_idx, kv_len - 1)
     if c.DROPOUT:
-        dp = tl.where(keep_tile(numbers, b, h, inner_q, kv_first, c.TILE_KV), dp * numbers.keep_factor, 0.0) - row_delta[:, None]
-    dp = with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len)
-    return tl.where(p != 0.0, p * dp, 0.0), qk * numbers.scale, inner_q, inner_kv
+        keep = keep_tile(args.numbers, b, h, inner_q, kv_first, c.TILE_KV)
+        dp = tl.where(keep, dp * args.numbers.keep_factor, 0.0) - row_delta[:, None]
+    dp = with_flow(dp, args.numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len)
+    return ScoreTile(tl.where(p != 0.0, p * dp, 0.0), qk * args.numbers.scale, inner_q, inner_kv)
 
 
 @triton.jit
-def contribution(g, x, b, h, q_idx, kv_idx, span, entry, env, part: tl.constexpr):
-    """(contribution of each position, its offset in the gradient). entry: index into the row that a reduction reads."""
-    weight, offset = part(x, b, h, q_idx, kv_idx, span[1], span[3], env, entry)
-    return tl.where(g != 0.0, g * weight, 0.0), offset
+def contribution(tile, at, entry, env, part: tl.constexpr):
+    """(contribution of each position, its offset in the gradient). `tile`: `ScoreTile`. entry: index into the row that a reduction
+    reads."""
+    weight, offset = part(tile.x, at.b, at.h, tile.q_idx, tile.kv_idx, at.q_len, at.kv_len, env, entry)
+    return tl.where(tile.g != 0.0, tile.g * weight, 0.0), offset
 
 
 @triton.jit
-def accumulate_contribution(
-    acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part: tl.constexpr, HOW: tl.constexpr, ENTRIES: tl.constexpr
-):
-    """Add one tile's contributions: to `acc`, or with ENTRIES to the program's own sums in memory, at `out + at`."""
-    if not ENTRIES:
-        if HOW == "scatter":
-            scatter_contribution(out, contribution(g, x, b, h, q_idx, kv_idx, span, 0, env, part), limit)
+def accumulate_contribution(acc, tile, at, sums_at, args, part: tl.constexpr, gather):
+    """Add one tile's contributions: to `acc`, or with ENTRIES to the program's own sums in memory, at `out + sums_at`."""
+    if not gather.ENTRIES:
+        if gather.HOW == "scatter":
+            scatter_contribution(args.out, contribution(tile, at, 0, args.env, part), args.limit)
             return acc
         else:
-            return reduce_contribution(acc, contribution(g, x, b, h, q_idx, kv_idx, span, 0, env, part)[0], HOW)
+            return reduce_contribution(acc, contribution(tile, at, 0, args.env, part)[0], gather.HOW)
     else:
-        for entry in range(0, decode(entries)):
-            part_value = contribution(g, x, b, h, q_idx, kv_idx, span, entry, env, part)
-            if HOW == "scatter":
-                scatter_contribution(out, part_value, limit)
-            elif HOW == "largest":
-                acc = reduce_contribution(acc, part_value[0], HOW)
+        for entry in range(0, decode(args.loops.entries)):
+            part_value = contribution(tile, at, entry, args.env, part)
+            if gather.HOW == "scatter":
+                scatter_contribution(args.out, part_value, args.limit)
+            elif gather.HOW == "largest":
+                acc = reduce_contribution(acc, part_value[0], gather.HOW)
             else:
-                here = out + at * decode(entries) + entry
-                tl.store(here, reduce_contribution(tl.load(here), part_value[0], HOW))
+                here = args.out + sums_at * decode(args.loops.entries) + entry
+                tl.store(here, reduce_contribution(tl.load(here), part_value[0], gather.HOW))
         return acc
 
 
@@ -130,44 +195,20 @@ def scatter_contribution(out, part_value, limit):
 
 
 @triton.jit
-def tile_class(block_classes, shape, b, h, q_tile, kv_tile):
-    """Class of a tile by the caller's block mask; PARTIAL without one. `shape`: see `captured_grad`."""
+def tile_class(args, b, h, q_tile, kv_tile):
+    """Class of a tile by the caller's block mask; PARTIAL without one."""
     tile_kind = q_tile * 0 + PARTIAL
-    if block_classes is not None:
-        b_stride, h_stride, width, per_q, per_kv = shape
-        block = (q_tile // decode(per_q)) * decode(width) + kv_tile // decode(per_kv)
-        tile_kind = tl.load(block_classes + b.to(tl.int64) * decode(b_stride) + h * decode(h_stride) + block).to(tl.int32)
+    if args.block_classes is not None:
+        shape = args.shape
+        block = (q_tile // decode(shape.per_q)) * decode(shape.width) + kv_tile // decode(shape.per_kv)
+        line = args.block_classes + b.to(tl.int64) * decode(shape.b_stride) + h * decode(shape.h_stride)
+        tile_kind = tl.load(line + block).to(tl.int32)
     return tile_kind
 
 
 @triton.jit
-def capture_gradient(
-    q,
-    k,
-    v,
-    do,
-    lse2,
-    delta,
-    out,
-    limit,
-    block_classes,
-    shape,
-    strides,
-    size,
-    spans,
-    loops,
-    out_strides,
-    numbers,
-    env,
-    c,
-    part: tl.constexpr,
-    mask: tl.constexpr,
-    score: tl.constexpr,
-    HOW: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """Gradient of one read of a captured tensor.
+def capture_gradient(q, k, v, do, args, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, gather):
+    """Gradient of one read of a captured tensor. `gather`: `Gather`.
 
     HOW:
         "tile": the read depends on q and kv.
@@ -176,65 +217,59 @@ def capture_gradient(
         "scatter": anywhere; contributions are added as integer multiples of `limit`'s unit, in any order.
     ENTRIES: the read is inside a reduction; each row or column has as many sums, side by side, as `loops` says, initially 0.
     CONTIGUOUS: rows of a tile are 8 n elements apart, n given as their stride, and columns adjacent.
-    loops: (batch entries, heads, query tiles, key tiles, batch entries and heads summed here, longest lengths, entries), encoded.
-    block_classes: classes of the caller's block mask, or None.
     """
-    batches, heads, q_tiles, kv_tiles, inner_b, inner_h, row_limit, column_limit, entries = loops
+    loops, out_strides = args.loops, args.out_strides
     pid = tl.program_id(0)
-    if HOW == "tile":
-        kv_tile = pid % decode(kv_tiles)
-        pid = pid // decode(kv_tiles)
-    if HOW != "columns":
-        q_tile = pid % decode(q_tiles)
-        pid = pid // decode(q_tiles)
+    if gather.HOW == "tile":
+        kv_tile = pid % decode(loops.kv_tiles)
+        pid = pid // decode(loops.kv_tiles)
+    if gather.HOW != "columns":
+        q_tile = pid % decode(loops.q_tiles)
+        pid = pid // decode(loops.q_tiles)
     else:
-        kv_tile = pid % decode(kv_tiles)
-        pid = pid // decode(kv_tiles)
-    first_h = (pid % decode(heads)) * decode(inner_h)
-    first_b = (pid // decode(heads)) * decode(inner_b)
+        kv_tile = pid % decode(loops.kv_tiles)
+        pid = pid // decode(loops.kv_tiles)
+    first_h = (pid % decode(loops.heads)) * decode(loops.inner_h)
+    first_b = (pid // decode(loops.heads)) * decode(loops.inner_b)
     base = first_b.to(tl.int64) * decode(out_strides.b) + first_h.to(tl.int64) * decode(out_strides.h)
-    if HOW == "tile":
+    if gather.HOW == "tile":
         acc = tl.zeros([c.TILE_Q, c.TILE_KV], tl.float32)
-        steps = decode(inner_b) * decode(inner_h)
-        at = base
-    elif HOW == "columns":
+        steps = decode(loops.inner_b) * decode(loops.inner_h)
+        sums_at = base
+    elif gather.HOW == "columns":
         acc = tl.zeros([c.TILE_KV], tl.float32)
-        steps = decode(q_tiles)
-        at = base + kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)
+        steps = decode(loops.q_tiles)
+        sums_at = base + kv_tile * c.TILE_KV + tl.arange(0, c.TILE_KV)
     else:
         acc = tl.zeros([c.TILE_Q], tl.float32)
-        steps = decode(kv_tiles)
-        at = base + q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)
+        steps = decode(loops.kv_tiles)
+        sums_at = base + q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)
     b = first_b
     h = first_h
     for step in range(0, steps):
-        if HOW == "tile":
-            b = first_b + step // decode(inner_h)
-            h = first_h + step % decode(inner_h)
-        elif HOW == "columns":
+        if gather.HOW == "tile":
+            b = first_b + step // decode(loops.inner_h)
+            h = first_h + step % decode(loops.inner_h)
+        elif gather.HOW == "columns":
             q_tile = step
         else:
             kv_tile = step
-        q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
-        span = (q_start, q_len, kv_start, kv_len, b * 0 if c.JAGGED else b)
-        tile_kind = tile_class(block_classes, shape, b, h, q_tile, kv_tile)
+        q_start, q_len, kv_start, kv_len = sequence(args.spans, args.size, b, c)
+        memory_b = b * 0 if c.JAGGED else b
+        tile_kind = tile_class(args, b, h, q_tile, kv_tile)
         if (q_tile * c.TILE_Q < q_len) & (kv_tile * c.TILE_KV < kv_len) & (tile_kind != EMPTY):
             tile = kv_tile + tl.where(tile_kind == FULL, FORCED, 0)
-            first = q_tile * c.TILE_Q
+            at = TilePlace(b, memory_b, h, q_tile * c.TILE_Q, tile, q_start, q_len, kv_start, kv_len)
             if ((q_tile + 1) * c.TILE_Q <= q_len) & ((kv_tile + 1) * c.TILE_KV <= kv_len):
-                g, x, q_idx, kv_idx = dscore(
-                    q, k, v, do, lse2, delta, strides, size, b, h, first, tile, span, numbers, env, c, mask, score, False
-                )
-                acc = accumulate_contribution(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part, HOW, ENTRIES)
+                score_tile = dscore(Streams(q, k, v, do), at, args, c, mask, score, False)
+                acc = accumulate_contribution(acc, score_tile, at, sums_at, args, part, gather)
             else:
-                g, x, q_idx, kv_idx = dscore(
-                    q, k, v, do, lse2, delta, strides, size, b, h, first, tile, span, numbers, env, c, mask, score, True
-                )
-                acc = accumulate_contribution(acc, out, g, x, b, h, q_idx, kv_idx, span, env, limit, at, entries, part, HOW, ENTRIES)
-    if HOW == "tile":
-        store_tile(acc, out + base, out_strides, q_tile, kv_tile, decode(row_limit), decode(column_limit), c, CONTIGUOUS)
-    elif HOW == "largest" or (HOW != "scatter" and not ENTRIES):
-        tl.store(out + at, acc)
+                score_tile = dscore(Streams(q, k, v, do), at, args, c, mask, score, True)
+                acc = accumulate_contribution(acc, score_tile, at, sums_at, args, part, gather)
+    if gather.HOW == "tile":
+        store_tile(acc, args.out + base, out_strides, q_tile, kv_tile, decode(loops.q_limit), decode(loops.kv_limit), c, gather.CONTIGUOUS)
+    elif gather.HOW == "largest" or (gather.HOW != "scatter" and not gather.ENTRIES):
+        tl.store(args.out + sums_at, acc)
 
 
 @triton.jit

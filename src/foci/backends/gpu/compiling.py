@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import triton
+import triton.language as tl
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -66,6 +67,8 @@ class Waiting(NamedTuple):
 def _fixed_part(arg: object, *, is_constant: bool) -> object:
     if isinstance(arg, JITFunction) or type(arg).__name__ == "Config":
         return id(arg)
+    if isinstance(arg, tl.constexpr):
+        return arg.value
     if isinstance(arg, tuple):
         return tuple(_fixed_part(part, is_constant=is_constant) for part in arg)
     return arg if is_constant or isinstance(arg, bool | str | None) else ...

@@ -8,6 +8,7 @@ Dao et al., "Flash-Decoding for long-context inference" (2023).
     partial                       [B, Hkv, splits, rows, DV_PAD] float32: unnormalised results
     partial_max, partial_total    [B, Hkv, splits, rows] float32: row max and row sum
     acc, l_i, m_i                 accumulator, row sum, row max of one program
+    args, c                       `SplitArgs`, and `foci.backends.gpu.kernel_args.Config`
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ from foci.backends.gpu.forward import tile_scores
 from foci.backends.gpu.tiles import (
     LN2,
     LOG2E,
+    HeadRows,
+    Position,
+    TileRun,
     decode,
     keep_tile,
     load_streamed_tile,
@@ -41,18 +45,58 @@ class Pages(NamedTuple):
     SIZE: Any  # tokens of a page, a `tl.constexpr`
 
 
+class SplitArgs(NamedTuple):
+    """A call's arguments, as in `foci.backends.gpu.kernel_args.CallArgs`, and the number of splits."""
+
+    strides: Any
+    size: Any
+    table: Any  # None for the kernel that combines the splits, as `env`
+    numbers: Any
+    env: Any
+    splits: int  # encoded
+
+
+class Partials(NamedTuple):
+    """Unnormalised results of the splits, in memory."""
+
+    acc: Any  # `partial` of the legend
+    row_max: Any  # `partial_max`
+    total: Any  # `partial_total`
+
+
+class KVCache(NamedTuple):
+    """Keys and values in memory."""
+
+    k: Any  # a pointer or a tensor descriptor, as `v`
+    v: Any
+    pages: Any  # `Pages`, or None
+
+
+class QueryTile(NamedTuple):
+    """A tile of rows of a group of heads, and what its loops over tiles of keys read."""
+
+    q: Any  # [TILE_Q, D_PAD]
+    b: Any
+    h: Any  # [TILE_Q, 1]: query heads
+    kv_h: Any
+    q_idx: Any  # [TILE_Q, 1]
+    q_len: Any
+    kv_len: Any
+    factor: Any  # from scores to exponents in base 2
+
+
 @triton.jit
-def key_tile(source, strides, pages, b, h, first, length, c, EDGE: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
-    """Load TILE_KV rows of keys or values from row `first` of batch entry b on; 0 beyond `length`. Without EDGE no row is beyond."""
+def key_tile(source, strides, pages, head, first, c, EDGE: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """Load TILE_KV rows of keys or values from row `first` on; 0 past the end of `head`, a `HeadRows`. Without EDGE no row is past it."""
     if pages is None:
-        return load_streamed_tile(source, strides, b, h, b * 0, first, length, c, EDGE, c.TILE_KV, DIM, COLS)
+        return load_streamed_tile(source, strides, head, first, c, EDGE, c.TILE_KV, DIM, COLS)
     else:
-        row = pages.table + b.to(tl.int64) * decode(pages.stride)
+        row = pages.table + head.b.to(tl.int64) * decode(pages.stride)
         if pages.SIZE % c.TILE_KV == 0:
             page = tl.load(row + (first // pages.SIZE) * decode(pages.step)).to(tl.int32)
-            return page_tile(source, strides, page, h, first % pages.SIZE, length - first, c, DIM, COLS)
+            return page_tile(source, strides, page, head.h, first % pages.SIZE, head.length - first, c, DIM, COLS)
         else:
-            return scattered_tile(source, strides, row, h, first, length, pages, c, DIM, COLS)
+            return scattered_tile(source, strides, row, head.h, first, head.length, pages, c, DIM, COLS)
 
 
 @triton.jit
@@ -80,25 +124,24 @@ def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.con
 
 @triton.jit
 def accumulate_split(
-    state, queries, k, v, pages, row_ctx, run, params, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    state, cache, queries, run, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Accumulate tiles `run` = (row of the table, first, before, gap, low, high) into `state` = (acc, l_i, m_i). `params`: strides, table,
-    numbers, environment."""
+    """Accumulate the tiles of a `TileRun` into `state` = (acc, l_i, m_i). `cache`: `KVCache`. `queries`: `QueryTile`."""
     acc, l_i, m_i = state
-    strides, table, numbers, env = params
-    b, h, kv_h, q_idx, q_len, kv_len, factor = row_ctx
-    row, first, before, gap, low, high = run
-    tile = nth_visited(table, row, low, first, before, gap, c)
-    for i in tl.range(low, high, num_stages=c.STAGES):
+    b, h, q_idx, kv_len, factor = queries.b, queries.h, queries.q_idx, queries.kv_len, queries.factor
+    head = HeadRows(b, queries.kv_h, b * 0, kv_len)
+    tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
+    for i in tl.range(run.low, run.high, num_stages=c.STAGES):
         current = tile
         kv_first = tile_start(tile, c, c.TILE_KV)
-        tile = nth_visited(table, row, i + 1, first, before, gap, c)
+        tile = nth_visited(args.table, run.row, i + 1, run.first, run.before, run.gap, c)
         # S = Q K^T
-        keys = key_tile(k, strides.k, pages, b, kv_h, kv_first, kv_len, c, EDGE, c.D, c.D_PAD)
-        qk = tl.dot(queries, tl.trans(keys), input_precision=c.PRECISION)
+        keys = key_tile(cache.k, args.strides.k, cache.pages, head, kv_first, c, EDGE, c.D, c.D_PAD)
+        qk = tl.dot(queries.q, tl.trans(keys), input_precision=c.PRECISION)
         # score function and mask
         kv_idx = kv_first + tl.arange(0, c.TILE_KV)[None, :]
-        x = tile_scores(qk, (b, h, q_idx, kv_idx, q_len, kv_len, current), numbers, env, c, score, mask, MASKED, EDGE)
+        position = Position(b, h, q_idx, kv_idx, queries.q_len, kv_len, current)
+        x = tile_scores(qk, position, args, c, score, mask, MASKED, EDGE)
         # online softmax
         m_new = tl.maximum(m_i, tl.max(x, 1))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -106,43 +149,26 @@ def accumulate_split(
         alpha = tl.exp2((m_i - shift) * factor)
         l_i = l_i * alpha + tl.sum(p, 1)
         if c.DROPOUT:
-            p = tl.where(keep_tile(numbers, b, h, q_idx, kv_first, c.TILE_KV), p, 0.0)
+            p = tl.where(keep_tile(args.numbers, b, h, q_idx, kv_first, c.TILE_KV), p, 0.0)
         # O = alpha O + P V
-        values = key_tile(v, strides.v, pages, b, kv_h, kv_first, kv_len, c, EDGE, c.DV, c.DV_PAD)
+        values = key_tile(cache.v, args.strides.v, cache.pages, head, kv_first, c, EDGE, c.DV, c.DV_PAD)
         acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
         m_i = m_new
     return acc, l_i, m_i
 
 
 @triton.jit
-def attention_decode(
-    q,
-    k,
-    v,
-    partial,
-    partial_max,
-    partial_total,
-    strides,
-    size,
-    table,
-    numbers,
-    env,
-    c,
-    splits,
-    score: tl.constexpr,
-    mask: tl.constexpr,
-    APART: tl.constexpr,
-    pages=None,
-):
+def attention_decode(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, pages=None):
     """Unnormalised attention of one tile of rows of a group over one split of the keys. Shapes are in the legend above.
 
-    pages: None, or the page table. APART: full tiles have a loop of their own, without a mask. Tiles of rows of one split, which read the
+    pages: None, or `Pages`. APART: full tiles have a loop of their own, without a mask. Tiles of rows of one split, which read the
     same keys, run together.
     """
+    strides, size = args.strides, args.size
     pid = tl.program_id(0)
     program = pid // decode(size.tasks)
-    split = program % decode(splits)
-    bh = program // decode(splits)
+    split = program % decode(args.splits)
+    bh = program // decode(args.splits)
     kv_heads = decode(size.heads) // decode(size.group)
     b = bh // kv_heads
     kv_h = bh - b * kv_heads
@@ -160,45 +186,44 @@ def attention_decode(
     at = h.to(tl.int64) * (decode(strides.q.h) * c.UNIT) + q_idx.to(tl.int64) * (decode(strides.q.s) * c.UNIT)
     step = 1 if c.UNIT == 8 else decode(strides.q.d)
     pointer = rows_pointer(q, strides.q, b, b * 0, b * 0, c)
-    queries = tl.load(pointer + at + d * step, mask=used[:, None] & (d < c.D), other=0.0)
+    q_tile = tl.load(pointer + at + d * step, mask=used[:, None] & (d < c.D), other=0.0)
     if c.NEGATIVE:
-        queries = -queries
+        q_tile = -q_tile
     factor = LOG2E
     if c.PLAIN:
-        factor = numbers.scale * LOG2E
+        factor = args.numbers.scale * LOG2E
     # one row of the table serves all queries of the group
-    table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, kv_h, 0, kv_len, c, c.TILE_KV)
+    table_row, full_first, full, part_first, before, gap, part = tile_runs(args.table, b, kv_h, 0, kv_len, c, c.TILE_KV)
     count = full + part
-    tiles_each = tl.cdiv(count, decode(splits))
+    tiles_each = tl.cdiv(count, decode(args.splits))
     low = tl.minimum(split * tiles_each, count)
     high = tl.minimum(low + tiles_each, count)
     acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
     l_i = tl.zeros([c.TILE_Q], tl.float32)
     m_i = tl.full([c.TILE_Q], float("-inf"), tl.float32)
     state = (acc, l_i, m_i)
-    at = (b, h, kv_h, q_idx, q_len, kv_len, factor)
-    params = (strides, table, numbers, env)
+    queries = QueryTile(q_tile, b, h, kv_h, q_idx, q_len, kv_len, factor)
     MASKED: tl.constexpr = c.MODE != "all"
     if APART:
-        run = (table_row, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
-        state = accumulate_split(state, queries, k, v, pages, at, run, params, c, score, mask, False, False)
-        run = (table_row, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
-        state = accumulate_split(state, queries, k, v, pages, at, run, params, c, score, mask, MASKED, True)
+        run = TileRun(table_row, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
+        state = accumulate_split(state, KVCache(k, v, pages), queries, run, args, c, score, mask, False, False)
+        run = TileRun(table_row, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
+        state = accumulate_split(state, KVCache(k, v, pages), queries, run, args, c, score, mask, MASKED, True)
     else:
-        run = (table_row, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
-        state = accumulate_split(state, queries, k, v, pages, at, run, params, c, score, mask, MASKED, True)
+        run = TileRun(table_row, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
+        state = accumulate_split(state, KVCache(k, v, pages), queries, run, args, c, score, mask, MASKED, True)
     acc, l_i, m_i = state
     out = pid.to(tl.int64) * c.TILE_Q
-    tl.store(partial + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
-    tl.store(partial_max + out + lane, m_i)
-    tl.store(partial_total + out + lane, l_i)
+    tl.store(partials.acc + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
+    tl.store(partials.row_max + out + lane, m_i)
+    tl.store(partials.total + out + lane, l_i)
 
 
 @triton.jit
-def combine_splits(
-    partial, partial_max, partial_total, out, lse, row_max, strides, size, numbers, c, splits, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
-):
+def combine_splits(partials, out, lse, row_max, args, c, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Combine COLUMNS columns of one row's splits, in order: rescale each to the common row max, add, normalize."""
+    strides, size, numbers = args.strides, args.size, args.numbers
+    splits = args.splits
     pid = tl.program_id(0)
     q_len = decode(size.rows)
     heads = decode(size.heads)
@@ -219,14 +244,14 @@ def combine_splits(
     for start in range(0, decode(splits), CHUNK):
         s = start + tl.arange(0, CHUNK)
         slot = (base + s) * (decode(size.tasks) * c.TILE_Q) + row
-        m = tl.load(partial_max + slot, mask=s < decode(splits), other=float("-inf"))
-        t = tl.load(partial_total + slot, mask=s < decode(splits), other=0.0)
+        m = tl.load(partials.row_max + slot, mask=s < decode(splits), other=float("-inf"))
+        t = tl.load(partials.total + slot, mask=s < decode(splits), other=0.0)
         m_new = tl.maximum(m_i, tl.max(m, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         # subtract before scaling: the product of a large score with the factor would be rounded
         alpha = tl.exp2((m_i - shift) * factor)
         weight = tl.exp2((m - shift) * factor)
-        rows = tl.load(partial + slot[:, None] * c.DV_PAD + d[None, :], mask=(s < decode(splits))[:, None], other=0.0)
+        rows = tl.load(partials.acc + slot[:, None] * c.DV_PAD + d[None, :], mask=(s < decode(splits))[:, None], other=0.0)
         acc = acc * alpha + tl.sum(rows * weight[:, None], 0)
         l_i = l_i * alpha + tl.sum(t * weight, 0)
         m_i = m_new

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 __all__ = [
+    "CallArgs",
     "Config",
     "Environment",
     "Numbers",
@@ -121,6 +122,18 @@ class Numbers(NamedTuple):
     flow_weights: Tensor | None = None  # gradient of the weights, float32, contiguous [B, Hq, Sq, Skv]
     flow_start: Tensor | None = None  # packed: first key of each sequence
     flow_counts: tuple[int, ...] = ()  # (Hq, Sq, Skv or Tkv), encoded; empty without such gradients
+
+
+class CallArgs(NamedTuple):
+    """Arguments that all attention kernels of a call have. Where a kernel passes them on, the function that it calls reads some of the
+    fields, and another tuple with these fields may take their place."""
+
+    strides: tuple[Strides, ...]  # by tensor, see `foci.backends.gpu.passes.Tensors`
+    size: Size
+    spans: Spans
+    table: Table
+    numbers: Numbers
+    env: Environment
 
 
 def encode(value: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from foci.backends import row_kernels as contract
@@ -55,7 +56,7 @@ class _Kernel:
         warps: of a program.
     """
 
-    def __init__(self, function: Any, example: tuple[Any, ...], constants: Mapping[str, int | bool], warps: int) -> None:
+    def __init__(self, function: Any, example: tuple[Any, ...], constants: Mapping[str, Any], warps: int) -> None:
         self._function, self._example, self._constants = function, example, tuple(constants.values())
         self._options = {**constants, "num_warps": warps}
         self._known: dict[int, tuple[Any, tuple[Any, ...], bool, Any]] = {}
@@ -127,24 +128,23 @@ def _tile(width: int, least: int, of_warp: int, most_warps: int) -> tuple[int, i
 def _norm_sum(dtype: torch.dtype, width: int, *options: bool) -> tuple[_Kernel, int]:
     """(kernel, rows of a program). `options`: ADDS, KEEPS, LEARNS, SCALES, SHIFTS."""
     block, tile, warps = _tile(width, *_FORWARD, 8)
-    names = ("ADDS", "KEEPS", "LEARNS", "SCALES", "SHIFTS")
-    constants = {"WIDTH": width, "BLOCK": block, "TILE": tile, **dict(zip(names, options, strict=True))}
-    stats = torch.float32 if constants["LEARNS"] else dtype
-    return _Kernel(kernels.norm_sum, (*(dtype,) * 5, stats, 1, 0, 1e-5), constants, warps), tile
+    config = kernels.NormConfig(*map(tl.constexpr, (width, block, tile, *options)))
+    stats = torch.float32 if config.LEARNS.value else dtype
+    return _Kernel(kernels.norm_sum, (*(dtype,) * 5, stats, 1, 0, 1e-5), {"c": config}, warps), tile
 
 
 @functools.lru_cache(maxsize=64)
 def _norm_gradient(dtype: torch.dtype, width: int, sums: int, adds: bool, scales: bool) -> tuple[_Kernel, int]:
     block, tile, warps = _tile(width, *_BACKWARD, 16)
-    constants = {"WIDTH": width, "BLOCK": block, "TILE": tile, "SUMS": sums, "ADDS": adds, "SCALES": scales}
+    config = kernels.GradientConfig(*map(tl.constexpr, (width, block, tile, sums, adds, scales)))
     example = (*(dtype,) * 3, torch.float32, *(dtype,) * 2, torch.float32, 1, 0, 1, 0)
-    return _Kernel(kernels.norm_gradient, example, constants, warps), tile
+    return _Kernel(kernels.norm_gradient, example, {"c": config}, warps), tile
 
 
 @functools.lru_cache(maxsize=64)
 def _column_sums(dtype: torch.dtype, unit: int, kind: int) -> _Kernel:
-    constants = {"UNIT": unit, "TILE": _PART[0], "BLOCK": _PART[1], "KIND": kind}
-    return _Kernel(kernels.column_sums, (dtype, dtype, torch.float32, 0, 1, 1, 1, 1, 0), constants, 4)
+    config = kernels.ColumnConfig(*map(tl.constexpr, (unit, *_PART, kind)))
+    return _Kernel(kernels.column_sums, (dtype, dtype, torch.float32, 0, 1, 1, 1, 1, 0), {"c": config}, 4)
 
 
 @functools.lru_cache(maxsize=8)

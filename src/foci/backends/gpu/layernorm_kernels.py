@@ -5,126 +5,151 @@ Tensors are [rows, WIDTH], contiguous. Arithmetic is float32; stored values are 
 rows take two steps: each program stores its own in float32, and `finish_sums` adds them in a fixed order.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["column_sums", "finish_sums", "norm_gradient", "norm_sum"]
+__all__ = ["ColumnConfig", "GradientConfig", "NormConfig", "column_sums", "finish_sums", "norm_gradient", "norm_sum"]
+
+
+class NormConfig(NamedTuple):
+    """Compile-time configuration of `norm_sum`; each field is a `tl.constexpr`, as in the other configurations here."""
+
+    WIDTH: Any  # columns
+    BLOCK: Any  # columns, padded to a power of two
+    TILE: Any  # rows of a program
+    ADDS: Any
+    KEEPS: Any
+    LEARNS: Any
+    SCALES: Any
+    SHIFTS: Any
+
+
+class GradientConfig(NamedTuple):
+    """Compile-time configuration of `norm_gradient`."""
+
+    WIDTH: Any
+    BLOCK: Any
+    TILE: Any
+    SUMS: Any
+    ADDS: Any
+    SCALES: Any
+
+
+class ColumnConfig(NamedTuple):
+    """Compile-time configuration of `column_sums`."""
+
+    UNIT: Any  # columns are a multiple of it
+    TILE: Any  # rows that a program reads at a time
+    BLOCK: Any  # columns of a program
+    KIND: Any
 
 
 @triton.jit(do_not_specialize=["rows", "which", "eps"])
-def norm_sum(
-    x, y, scale, shift, out, stats, rows, which, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ADDS: tl.constexpr, KEEPS: tl.constexpr, LEARNS: tl.constexpr, SCALES: tl.constexpr, SHIFTS: tl.constexpr,
-):  # fmt: skip
-    """out = layer_norm(x + y) with ADDS, else layer_norm(x). KEEPS: also store the sum to x. `out` may be x.
+def norm_sum(x, y, scale, shift, out, stats, rows, which, eps, c):
+    """out = layer_norm(x + y) with ADDS, else layer_norm(x). KEEPS: also store the sum to x. `out` may be x. `c`: `NormConfig`.
 
     LEARNS: store mean and reciprocal standard deviation to stats [2, 2, rows] float32, at norm `which`.
     """
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    row = tl.program_id(0) * c.TILE + tl.arange(0, c.TILE)
+    column = tl.arange(0, c.BLOCK)
+    inside = (row < rows)[:, None] & (column < c.WIDTH)[None, :]
+    at = row.to(tl.int64)[:, None] * c.WIDTH + column[None, :]
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if ADDS:
+    if c.ADDS:
         total += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(x.dtype.element_ty)
-        if KEEPS:
+        if c.KEEPS:
             tl.store(x + at, rounded, mask=inside)
         total = rounded.to(tl.float32)
-    mean = tl.sum(total, 1) / WIDTH
+    mean = tl.sum(total, 1) / c.WIDTH
     centered = tl.where(inside, total - mean[:, None], 0.0)
-    spread = tl.rsqrt(tl.sum(centered * centered, 1) / WIDTH + eps)
-    if LEARNS:
+    spread = tl.rsqrt(tl.sum(centered * centered, 1) / c.WIDTH + eps)
+    if c.LEARNS:
         pointer = stats + which * 2 * rows + row
         tl.store(pointer, mean, mask=row < rows)
         tl.store(pointer + rows, spread, mask=row < rows)
     result = centered * spread[:, None]
-    if SCALES:
-        result *= tl.load(scale + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-    if SHIFTS:
-        result += tl.load(shift + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    if c.SCALES:
+        result *= tl.load(scale + column, mask=column < c.WIDTH, other=0.0).to(tl.float32)[None, :]
+    if c.SHIFTS:
+        result += tl.load(shift + column, mask=column < c.WIDTH, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "which", "line", "first"])
-def norm_gradient(
-    dy, x, scale, stats, added, dx, sums, rows, which, line, first,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, ADDS: tl.constexpr, SCALES: tl.constexpr,
-):  # fmt: skip
-    """dx of a layer norm of x, rounded. ADDS: add `added` and round the sum. dx may be dy.
+def norm_gradient(dy, x, scale, stats, added, dx, sums, rows, which, line, first, c):
+    """dx of a layer norm of x, rounded. ADDS: add `added` and round the sum. dx may be dy. `c`: `GradientConfig`.
 
     SUMS: program n stores column sums to row n of `sums`, [programs, line slots], from slot `first` on: of dy * normalized x, of dy and,
         with SUMS == 3, of dx as stored. A slot is 128 columns.
     """
-    column = tl.arange(0, BLOCK)
-    within = (column < WIDTH)[None, :]
-    of_scale = tl.zeros([TILE, BLOCK], tl.float32)
-    of_shift = tl.zeros([TILE, BLOCK], tl.float32)
-    of_dx = tl.zeros([TILE, BLOCK], tl.float32)
-    if SCALES:
-        factor = tl.load(scale + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
-    for start in range(tl.program_id(0) * TILE, rows, tl.num_programs(0) * TILE):
-        row = start + tl.arange(0, TILE)
+    column = tl.arange(0, c.BLOCK)
+    within = (column < c.WIDTH)[None, :]
+    of_scale = tl.zeros([c.TILE, c.BLOCK], tl.float32)
+    of_shift = tl.zeros([c.TILE, c.BLOCK], tl.float32)
+    of_dx = tl.zeros([c.TILE, c.BLOCK], tl.float32)
+    if c.SCALES:
+        factor = tl.load(scale + column, mask=column < c.WIDTH, other=0.0).to(tl.float32)[None, :]
+    for start in range(tl.program_id(0) * c.TILE, rows, tl.num_programs(0) * c.TILE):
+        row = start + tl.arange(0, c.TILE)
         inside = (row < rows)[:, None] & within
-        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        at = row.to(tl.int64)[:, None] * c.WIDTH + column[None, :]
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        if ADDS:
+        if c.ADDS:
             more = tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         pointer = stats + which * 2 * rows + row
         mean = tl.load(pointer, mask=row < rows, other=0.0)
         spread = tl.load(pointer + rows, mask=row < rows, other=0.0)
         h = tl.where(inside, (v - mean[:, None]) * spread[:, None], 0.0)
-        w = d * factor if SCALES else d
-        level = tl.sum(w, 1) / WIDTH
-        along = tl.sum(w * h, 1) / WIDTH
+        w = d * factor if c.SCALES else d
+        level = tl.sum(w, 1) / c.WIDTH
+        along = tl.sum(w * h, 1) / c.WIDTH
         result = ((w - level[:, None] - h * along[:, None]) * spread[:, None]).to(dx.dtype.element_ty)
-        if ADDS:
+        if c.ADDS:
             result = (result.to(tl.float32) + more).to(dx.dtype.element_ty)
         tl.store(dx + at, result, mask=inside)
-        if SUMS:
+        if c.SUMS:
             of_scale += d * h
             of_shift += d
-        if SUMS == 3:
+        if c.SUMS == 3:
             of_dx += tl.where(inside, result.to(tl.float32), 0.0)
-    if SUMS:
-        slot: tl.constexpr = (WIDTH + 127) // 128 * 128
+    if c.SUMS:
+        slot: tl.constexpr = (c.WIDTH + 127) // 128 * 128
         pointer = sums + tl.program_id(0) * (line * 128) + first * 128 + column
-        tl.store(pointer, tl.sum(of_scale, 0), mask=column < WIDTH)
-        tl.store(pointer + slot, tl.sum(of_shift, 0), mask=column < WIDTH)
-        if SUMS == 3:
-            tl.store(pointer + 2 * slot, tl.sum(of_dx, 0), mask=column < WIDTH)
+        tl.store(pointer, tl.sum(of_scale, 0), mask=column < c.WIDTH)
+        tl.store(pointer + slot, tl.sum(of_shift, 0), mask=column < c.WIDTH)
+        if c.SUMS == 3:
+            tl.store(pointer + 2 * slot, tl.sum(of_dx, 0), mask=column < c.WIDTH)
 
 
 @triton.jit(do_not_specialize=["start_at", "rows", "units", "blocks", "line", "first"])
-def column_sums(
-    dy, before, sums, start_at, rows, units, blocks, line, first,
-    UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Sum the columns of dy [rows, units * UNIT]. KIND: first replace dy by its gradient before an activation: 1 is relu, whose result is
-    `before`; 2 is gelu, whose argument is `before`.
+def column_sums(dy, before, sums, start_at, rows, units, blocks, line, first, c):
+    """Sum the columns of dy [rows, units * UNIT]. `c`: `ColumnConfig`. KIND: first replace dy by its gradient before an activation: 1 is
+    relu, whose result is `before`; 2 is gelu, whose argument is `before`.
 
     Programs are `blocks` of columns for each part of the rows. Part n stores its sums to row n of `sums`, [parts, line slots] from slot
     `start_at` on, from slot `first` on.
     """
     part = tl.program_id(0) // blocks
     parts = tl.num_programs(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    width = units * UNIT
+    column = tl.program_id(0) % blocks * c.BLOCK + tl.arange(0, c.BLOCK)
+    width = units * c.UNIT
     within = (column < width)[None, :]
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    for start in range(part * TILE, rows, parts * TILE):
-        row = start + tl.arange(0, TILE)
+    total = tl.zeros([c.TILE, c.BLOCK], tl.float32)
+    for start in range(part * c.TILE, rows, parts * c.TILE):
+        row = start + tl.arange(0, c.TILE)
         inside = (row < rows)[:, None] & within
-        at = (row.to(tl.int64)[:, None] * units) * UNIT + column[None, :]
+        at = (row.to(tl.int64)[:, None] * units) * c.UNIT + column[None, :]
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        if KIND == 1:
+        if c.KIND == 1:
             d = tl.where(tl.load(before + at, mask=inside, other=0.0).to(tl.float32) <= 0, 0.0, d)
-        if KIND == 2:
+        if c.KIND == 2:
             v = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
             d *= 0.5 * (1.0 + tl.erf(v * 0.7071067811865476)) + v * (0.3989422804014327 * tl.exp(-0.5 * v * v))
-        if KIND:
+        if c.KIND:
             result = d.to(dy.dtype.element_ty)
             tl.store(dy + at, result, mask=inside)
             d = result.to(tl.float32)

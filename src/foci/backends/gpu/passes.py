@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.gpu.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
-from foci.backends.gpu.kernel_args import Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.gpu.kernel_args import CallArgs, Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import source_of_places
 from foci.backends.gpu.schedules import Schedule, fit_schedule, padded_dim, schedule_for, scratch_bytes, vector_bytes
@@ -154,6 +154,11 @@ class PassBuilder:
         """Encoded sizes for a kernel with `heads` heads and `tasks` tasks of a head."""
         query, key = call.operands.query, call.operands.key
         return Size(*map(encode, (query.shape[0], heads, query.shape[1] // key.shape[1], tasks, call.rows, call.columns)))
+
+    def args(self, call: Pass, heads: int, visits: TileTable) -> CallArgs:
+        """Arguments of a kernel with `heads` heads and these tasks."""
+        size = self.size(call, heads, visits.tasks)
+        return CallArgs(call.strides, size, visits.spans, visits.table, call.numbers, call.environment)
 
 
 @functools.lru_cache(maxsize=4096)

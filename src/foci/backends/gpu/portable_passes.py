@@ -14,9 +14,9 @@ from torch import Tensor
 from foci.backends.contract import Given
 from foci.backends.gpu.allocate import gradient_tensors, like_tensor, result_tensors, row_tensors
 from foci.backends.gpu.aux_outputs import WeightCotangents
-from foci.backends.gpu.backward import attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.gpu.backward import KeyGradients, RowInputs, RowStats, attention_key_gradient, attention_query_gradient, prepare_rows
 from foci.backends.gpu.captured_grad import bias_gradient, capture_gradients, find_query_tile_bias
-from foci.backends.gpu.decode import Pages, attention_decode, combine_splits
+from foci.backends.gpu.decode import Pages, Partials, SplitArgs, attention_decode, combine_splits
 from foci.backends.gpu.forward import attention_forward
 from foci.backends.gpu.kernel_args import Config, encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
@@ -69,8 +69,7 @@ class PortableForward:
             launches.add(
                 attention_forward, (rows[0] * rows[1] * visits.tasks,),
                 query, stream(operands.key), stream(operands.value), out, lse, row_max,
-                call.strides, self.builder.size(call, rows[1], visits.tasks), visits.spans, visits.table,
-                call.numbers, call.environment, config, call.line or call.functions.score, call.functions.by_query,
+                self.builder.args(call, rows[1], visits), config, call.line or call.functions.score, call.functions.by_query,
                 num_warps=schedule.warps,
             )  # fmt: skip
         return Results(*outputs)
@@ -114,17 +113,18 @@ class PortableForward:
         programs = query.shape[0] * key.shape[1] * tiles * splits
         partial = call.launches.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
         most, total = (call.launches.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
-        size = self.builder.size(call, query.shape[1], tiles)
+        partials, size = Partials(partial, most, total), self.builder.size(call, query.shape[1], tiles)
         call.launches.add(
             attention_decode, (programs,),
-            query, *streams, partial, most, total, call.strides, size, visits.table, call.numbers, call.environment, config,
-            encode(splits), call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
+            query, *streams, partials, SplitArgs(call.strides, size, visits.table, call.numbers, call.environment, encode(splits)), config,
+            call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
         )  # fmt: skip
         # few rows of many splits, or many rows of few
         chunk, columns, warps = (64, min(32, width), 4) if kind == "decode" else (8, min(128, width), 2)
         call.launches.add(
             combine_splits, (query.shape[0] * query.shape[1] * query.shape[2], width // columns),
-            partial, most, total, *outputs, call.strides, size, call.numbers, config, encode(splits), chunk, columns, num_warps=warps,
+            partials, *outputs, SplitArgs(call.strides, size, None, call.numbers, None, encode(splits)), config, chunk, columns,
+            num_warps=warps,
         )  # fmt: skip
 
 
@@ -188,9 +188,9 @@ class PortableBackward:
         call.launches.add(
             attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
             operands.query, stream(operands.key), stream(operands.value),
-            bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows, dq,
-            call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,
-            call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
+            RowInputs(bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows), dq,
+            self.builder.args(call, heads, visits), config,
+            call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
         )  # fmt: skip
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
@@ -211,9 +211,10 @@ class PortableBackward:
         heads = operands.key.shape[1]
         call.launches.add(
             attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
-            stream(operands.query), operands.key, operands.value, stream(rows[0]), *rows[1:], *grads,
-            call.strides, self.builder.size(call, heads, visits.tasks), visits.spans, visits.table,
-            call.numbers, call.environment, config, call.line or call.functions.both, call.functions.by_key, num_warps=schedule.warps,
+            stream(operands.query), operands.key, operands.value, stream(rows[0]),
+            RowStats(*rows[1:]), KeyGradients(*grads),
+            self.builder.args(call, heads, visits), config,
+            call.line or call.functions.both, call.functions.by_key, num_warps=schedule.warps,
         )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ their counts. MODE "ranges", if the mask keeps one interval of keys for each que
 from p0 to p1 are visited, of which f0 to f1 are full.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,24 +18,58 @@ PARTIAL = tl.constexpr(1)
 FULL = tl.constexpr(2)
 
 
+class TileGrid(NamedTuple):
+    """Tiles that are classified, and the layout of the classes of the caller's blocks; encoded."""
+
+    heads: int
+    tasks: int  # of a head
+    width: int  # tiles of a task
+    blocks_b: int  # strides of the blocks' classes
+    blocks_h: int
+    blocks_width: int
+    per_q: int  # tiles of a block of queries
+    per_kv: int  # tiles of a block of keys
+
+
+class ListShape(NamedTuple):
+    """Tiles that are listed; encoded."""
+
+    heads: int
+    width: int  # streamed tiles
+    list_width: int  # numbers of a list
+    tile: int  # rows of a streamed tile
+    is_by_query: int  # whether keys stream
+
+
+class ClassGrid(NamedTuple):
+    """Layout of the classes that a list is made of; encoded."""
+
+    area: int  # classes of a head
+    lines: int  # lines of a head
+    step: int  # stride of lines
+    stride: int  # stride of columns
+    per_task: int  # lines of a task
+    per_tile: int  # columns of a streamed tile
+    columns: int
+
+
 @triton.jit
-def classify_tiles(classes, block_classes, size, spans, env, shape, c, mask: tl.constexpr, KEYS: tl.constexpr):
+def classify_tiles(classes, block_classes, size, spans, env, grid, c, mask: tl.constexpr, KEYS: tl.constexpr):
     """Classify each tile by evaluating the mask. Where `block_classes` of larger blocks are given, only their PARTIAL ones are evaluated.
 
     One program per tile.
 
     classes: int8 [batch, heads, tasks, width].
-    shape: (heads, tasks, width, b stride, h stride and width of `block_classes`, tiles per block of queries, of keys), encoded.
+    grid: `TileGrid`.
     KEYS: tasks are tiles of queries and columns are tiles of keys; else the reverse.
     """
-    heads, tasks, width, given_b, given_h, given_width, per_q, per_kv = shape
     pid = tl.program_id(0).to(tl.int64)
-    column = (pid % decode(width)).to(tl.int32)
-    line = pid // decode(width)
-    task = (line % decode(tasks)).to(tl.int32)
-    bh = line // decode(tasks)
-    h = (bh % decode(heads)).to(tl.int32)
-    b = (bh // decode(heads)).to(tl.int32)
+    column = (pid % decode(grid.width)).to(tl.int32)
+    line = pid // decode(grid.width)
+    task = (line % decode(grid.tasks)).to(tl.int32)
+    bh = line // decode(grid.tasks)
+    h = (bh % decode(grid.heads)).to(tl.int32)
+    b = (bh // decode(grid.heads)).to(tl.int32)
     b, tile = read_task_record(spans, b, task, c)
     if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
@@ -43,8 +79,8 @@ def classify_tiles(classes, block_classes, size, spans, env, shape, c, mask: tl.
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     tile_class = PARTIAL + 0 * column
     if block_classes is not None:
-        block = (q_tile // decode(per_q)) * decode(given_width) + kv_tile // decode(per_kv)
-        tile_class = tl.load(block_classes + b * decode(given_b) + h * decode(given_h) + block).to(tl.int32)
+        block = (q_tile // decode(grid.per_q)) * decode(grid.blocks_width) + kv_tile // decode(grid.per_kv)
+        tile_class = tl.load(block_classes + b * decode(grid.blocks_b) + h * decode(grid.blocks_h) + block).to(tl.int32)
     if tile_class == PARTIAL:
         # few rows at a time, so that little code is compiled. tl.arange needs powers of two, and a tile of 192 keys is none
         ROWS: tl.constexpr = 16
@@ -66,18 +102,18 @@ def classify_tiles(classes, block_classes, size, spans, env, shape, c, mask: tl.
 
 
 @triton.jit
-def reduce_classes(row, at, width, lines, shape):
-    """(whether any class within tiles `at` of a task is not EMPTY, whether all are FULL); both false past the last tile."""
-    step, stride, per_task, per_tile, columns = shape
+def reduce_classes(row, at, width, lines, grid):
+    """(whether any class within tiles `at` of a task is not EMPTY, whether all are FULL); both false past the last tile. `grid`:
+    `ClassGrid`."""
     any_kept = at < 0
     all_full = (at >= 0) & (at < width)
-    for i in range(0, tl.minimum(decode(per_task), lines)):
-        for j in range(0, decode(per_tile)):
-            column = at * decode(per_tile) + j
-            pointer = row + i * decode(step) + column.to(tl.int64) * decode(stride)
-            tile_class = tl.load(pointer, mask=column < decode(columns), other=0).to(tl.int32)
+    for i in range(0, tl.minimum(decode(grid.per_task), lines)):
+        for j in range(0, decode(grid.per_tile)):
+            column = at * decode(grid.per_tile) + j
+            pointer = row + i * decode(grid.step) + column.to(tl.int64) * decode(grid.stride)
+            tile_class = tl.load(pointer, mask=column < decode(grid.columns), other=0).to(tl.int32)
             any_kept = any_kept | (tile_class != EMPTY)
-            all_full = all_full & ((tile_class == FULL) | (column >= decode(columns)))
+            all_full = all_full & ((tile_class == FULL) | (column >= decode(grid.columns)))
     return any_kept, all_full
 
 
@@ -88,26 +124,23 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
     A class may be of a smaller tile than a task or a streamed tile has: a task then spans several lines of classes, a streamed tile several
     columns.
 
-    shape: (heads, streamed tiles, width of a list, rows of a streamed tile, whether keys stream), encoded.
-    grid: layout of the classes: (classes of a head, lines of a head, stride of lines, stride of columns, lines per task, columns per
-        streamed tile, columns), encoded.
+    shape: `ListShape`.
+    grid: `ClassGrid`.
     """
-    heads, width, list_width, tile, is_by_query = shape
-    area, lines, step, stride, per_task, per_tile, columns = grid
+    width = shape.width
     pid = tl.program_id(0).to(tl.int64)
     task = pid % decode(size.tasks)
     bh = pid // decode(size.tasks)
-    b = (bh // decode(heads)).to(tl.int32)
+    b = (bh // decode(shape.heads)).to(tl.int32)
     if c.JAGGED:
         b = tl.load(spans.tasks + RECORD * task)
         if b < 0:
             return
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
-    complete = tl.where(decode(is_by_query) > 0, kv_len, q_len) // decode(tile)
-    first_line = task * decode(per_task)
-    row = classes + bh * decode(area) + first_line * decode(step)
-    left = (decode(lines) - first_line).to(tl.int32)
-    inner = (step, stride, per_task, per_tile, columns)
+    complete = tl.where(decode(shape.is_by_query) > 0, kv_len, q_len) // decode(shape.tile)
+    first_line = task * decode(grid.per_task)
+    row = classes + bh * decode(grid.area) + first_line * decode(grid.step)
+    left = (decode(grid.lines) - first_line).to(tl.int32)
     full = 0
     first = 1 << 30
     last = 0
@@ -115,7 +148,7 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
     full_last = 0
     for start in range(0, decode(width), CHUNK):
         at = start + tl.arange(0, CHUNK)
-        any_kept, all_full = reduce_classes(row, at, decode(width), left, inner)
+        any_kept, all_full = reduce_classes(row, at, decode(width), left, grid)
         is_full = all_full & (at < complete)
         full += tl.sum(is_full.to(tl.int32), 0)
         first = tl.minimum(first, tl.min(tl.where(any_kept, at, 1 << 30), 0))
@@ -129,12 +162,12 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
         tl.store(counts + pid * 4 + 2, tl.where(full > 0, full_last, first))
         tl.store(counts + pid * 4 + 3, last)
     else:
-        out = lists + pid * decode(list_width)
+        out = lists + pid * decode(shape.list_width)
         fulls = 0
         parts = full
         for start in range(0, decode(width), CHUNK):
             at = start + tl.arange(0, CHUNK)
-            any_kept, all_full = reduce_classes(row, at, decode(width), left, inner)
+            any_kept, all_full = reduce_classes(row, at, decode(width), left, grid)
             is_full = (all_full & (at < complete)).to(tl.int32)
             is_part = tl.where(any_kept, 1 - is_full, 0)
             entry = at

@@ -23,7 +23,7 @@ from foci.backends.gpu.mask_convexity import is_convex
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.stream_state import current_stream, free_stream, is_for_graphs, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens, at_most
-from foci.backends.gpu.tile_table_kernels import assign_tasks, classify_tiles, list_tiles, place_sequences
+from foci.backends.gpu.tile_table_kernels import ClassGrid, ListShape, TileGrid, assign_tasks, classify_tiles, list_tiles, place_sequences
 from foci.backends.gpu.tiles import RECORD
 from foci.compat.torch import version_of
 from foci.problem import Operands
@@ -374,12 +374,12 @@ def _classify(builder: PassBuilder, call: Pass, schedule: Schedule, tasks: _Task
         launches.forget()
         b_stride, h_stride = (0 if n == 1 else stride for n, stride in zip(blocks.shape[:2], blocks.stride()[:2], strict=True))
         block_layout = (b_stride, h_stride, blocks.shape[3], size[0] // grid.grain[0], size[1] // grid.grain[1])
-    shape = tuple(map(encode, (tasks.heads, grid.lines, grid.columns, *block_layout)))
+    tile_grid = TileGrid(*map(encode, (tasks.heads, grid.lines, grid.columns, *block_layout)))
     is_packed = call.operands.cu_q is not None
     if classes.numel():
         launches.add(
             classify_tiles, (tasks.batch * tasks.heads * area,),
-            classes, blocks, _size(call, tasks), tasks.spans, call.environment, shape,
+            classes, blocks, _size(call, tasks), tasks.spans, call.environment, tile_grid,
             table_config(*grid.grain, is_packed=is_packed), call.functions.mask, tasks.is_by_query or not is_packed, num_warps=4,
         )  # fmt: skip
     return classes
@@ -390,15 +390,15 @@ def _list(call: Pass, tasks: _Tasks, grid: _Grid, classes: Tensor, visits: TileT
     counts = launches.empty((rows, 4), (4, 1), torch.int32, classes)
     lists = None if visits.mode == "ranges" else launches.empty((rows, width), (width, 1), torch.int32, classes)
     is_packed = call.operands.cu_q is not None
-    shape = tuple(map(encode, (tasks.heads, tasks.width, width, tasks.other, tasks.is_by_query)))
+    shape = ListShape(*map(encode, (tasks.heads, tasks.width, width, tasks.other, tasks.is_by_query)))
     if tasks.is_by_query or is_packed:
         along = (grid.lines, grid.columns, 1, *grid.each, grid.columns)
     else:
         along = (grid.columns, 1, grid.columns, *grid.each[::-1], grid.lines)
-    places = tuple(map(encode, (grid.lines * grid.columns, *along)))
+    class_grid = ClassGrid(*map(encode, (grid.lines * grid.columns, *along)))
     launches.add(
         list_tiles, (rows,),
-        classes, counts, lists, _size(call, tasks), tasks.spans, shape, places,
+        classes, counts, lists, _size(call, tasks), tasks.spans, shape, class_grid,
         table_config(0, 0, mode=visits.mode, is_packed=is_packed, is_forced=call.operands.blocks is not None), 128, num_warps=1,
     )  # fmt: skip
     b_stride = 0 if tasks.batch == 1 else tasks.heads * tasks.count

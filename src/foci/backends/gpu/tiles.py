@@ -5,6 +5,8 @@ A task is a tile of queries, or of keys, of a head; `tile` is its number within 
 and score functions see, "memory_b" the batch entry in memory, 0 for packed sequences.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,54 @@ RECORD = tl.constexpr(8)
 """int32 numbers of a task record of packed sequences, see `tile_table_kernels.assign_tasks`."""
 TICKETS = tl.constexpr(2)
 """Index of the ticket counter in the first record: tasks that persistent programs took besides their first. 0 between kernels."""
+
+
+class HeadRows(NamedTuple):
+    """Rows of one head that belong to one sequence, in memory."""
+
+    b: Any  # batch entry in memory
+    h: Any  # head
+    start: Any  # first row of the sequence
+    length: Any  # rows of the sequence
+
+
+class KeysValues(NamedTuple):
+    """Keys and values in memory: pointers, or tensor descriptors."""
+
+    k: Any
+    v: Any
+
+
+class PackedRows(NamedTuple):
+    """Rows of a head of packed sequences, in memory; between sequences there may be gaps."""
+
+    starts: Any  # first row of each sequence
+    lengths: Any
+    sequences: Any  # their number, encoded
+    count: Any  # all rows
+
+
+class Position(NamedTuple):
+    """Coordinates of a tile of scores, as mask and score functions take them; they broadcast together."""
+
+    b: Any  # batch entry or sequence
+    h: Any  # query head
+    q_idx: Any
+    kv_idx: Any
+    q_len: Any
+    kv_len: Any
+    tile: Any  # number of the tile, which carries the flag FORCED where the caller's blocks attend to all of it
+
+
+class TileRun(NamedTuple):
+    """Tiles that a loop visits, see `nth_visited`."""
+
+    row: Any  # row of the tile table
+    first: Any  # first tile; with MODE "lists" its index in the row's list
+    before: Any  # tiles before the gap
+    gap: Any  # tiles in the gap
+    low: Any  # the loop counts visited tiles from low to high
+    high: Any
 
 
 @triton.jit
@@ -146,18 +196,16 @@ def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def load_streamed_tile(
-    source, strides, b, h, start, first, length, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
-):
-    """Load rows first .. first + ROWS of the sequence that begins at row `start` and has `length` rows. Rows past its end are 0 with EDGE,
-    and always with a descriptor, see `tensor_descriptors.packed_dims`."""
+def load_streamed_tile(source, strides, head, first, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """Load rows first .. first + ROWS of a sequence; `head`: its `HeadRows`. Rows past its end are 0 with EDGE, and always with a
+    descriptor, see `tensor_descriptors.packed_dims`."""
     if c.DESCRIPTORS and c.JAGGED:
-        return source.load([FAR, start + length, h, FAR - length + first, 0]).reshape(ROWS, COLS)
+        return source.load([FAR, head.start + head.length, head.h, FAR - head.length + first, 0]).reshape(ROWS, COLS)
     elif c.DESCRIPTORS:
-        return source.load([b, h, start + first, 0]).reshape(ROWS, COLS)
+        return source.load([head.b, head.h, head.start + first, 0]).reshape(ROWS, COLS)
     else:
-        pointer = rows_pointer(source, strides, b, h, start + first, c)
-        return load_tile(pointer, tile_offsets(strides, c, ROWS, COLS), length - first, EDGE, ROWS, DIM, COLS)
+        pointer = rows_pointer(source, strides, head.b, head.h, head.start + first, c)
+        return load_tile(pointer, tile_offsets(strides, c, ROWS, COLS), head.length - first, EDGE, ROWS, DIM, COLS)
 
 
 @triton.jit
@@ -264,9 +312,10 @@ def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
-    """Zero the rows of a head that belong to no sequence. A spare task does this; usually there are none."""
-    count = decode(spans.sequences)
+def clear_gaps(target, strides, packed, b, h, c, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
+    """Zero the rows of a head that belong to no sequence. A spare task does this; usually there are none. `packed`: `PackedRows`."""
+    starts, lengths, rows = packed.starts, packed.lengths, packed.count
+    count = decode(packed.sequences)
     offsets = tile_offsets(strides, c, ROWS, COLS)
     zeros = tl.zeros([ROWS, COLS], target.dtype.element_ty)
     for chunk in range(0, count + 1, 128):
@@ -279,9 +328,10 @@ def clear_gaps(target, strides, starts, lengths, spans, b, h, rows, c, ROWS: tl.
 
 
 @triton.jit
-def fill_gaps(target, starts, lengths, spans, rows, value, ROWS: tl.constexpr):
-    """Fill the rows that belong to no sequence, of a tensor with one value a row."""
-    count = decode(spans.sequences)
+def fill_gaps(target, packed, value, ROWS: tl.constexpr):
+    """Fill the rows that belong to no sequence, of a tensor with one value a row. `packed`: `PackedRows`."""
+    starts, lengths, rows = packed.starts, packed.lengths, packed.count
+    count = decode(packed.sequences)
     for chunk in range(0, count + 1, 128):
         if widest_gap(starts, lengths, count, chunk, rows, 128) > 0:
             for i in range(chunk, tl.minimum(chunk + 128, count + 1)):

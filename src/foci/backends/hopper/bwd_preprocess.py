@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from foci.backends.gpu.backward import prepare_row_stats
-from foci.backends.gpu.tiles import clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
+from foci.backends.gpu.tiles import PackedRows, clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
 from foci.backends.hopper.dq_semaphore import slot_size
 
 
@@ -20,12 +20,14 @@ def clear_head_gaps(grads, strides, size, kv_heads, spans, h, c):
     """Zero the rows of a head's packed gradients that belong to no sequence."""
     dq, dk, dv = grads
     if dq is not None:
-        clear_gaps(dq, strides.dq, spans.q_start, spans.q_length, spans, h * 0, h, decode(size.rows), c, 16, c.D, c.D_PAD)
+        packed = PackedRows(spans.q_start, spans.q_length, spans.sequences, decode(size.rows))
+        clear_gaps(dq, strides.dq, packed, h * 0, h, c, 16, c.D, c.D_PAD)
     if h < decode(kv_heads):
+        packed_keys = PackedRows(spans.kv_start, spans.kv_length, spans.sequences, decode(size.columns))
         if dk is not None:
-            clear_gaps(dk, strides.dk, spans.kv_start, spans.kv_length, spans, h * 0, h, decode(size.columns), c, 16, c.D, c.D_PAD)
+            clear_gaps(dk, strides.dk, packed_keys, h * 0, h, c, 16, c.D, c.D_PAD)
         if dv is not None:
-            clear_gaps(dv, strides.dv, spans.kv_start, spans.kv_length, spans, h * 0, h, decode(size.columns), c, 16, c.DV, c.DV_PAD)
+            clear_gaps(dv, strides.dv, packed_keys, h * 0, h, c, 16, c.DV, c.DV_PAD)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foci.backends.gpu.math import INTERPRETED
-from foci.backends.gpu.tiles import clear_gaps, decode, fill_gaps, widest_gap
+from foci.backends.gpu.tiles import PackedRows, clear_gaps, decode, fill_gaps, widest_gap
 
 
 @triton.jit
@@ -39,7 +39,8 @@ def zero_fill_gaps(out, lse, row_max, strides, size, spans, c):
     # the sequences' spans are older than the kernel that this one follows, so reading them needs no wait
     wait_for_previous_kernel()
     if widest > 0:
-        clear_gaps(out, strides, spans.q_start, spans.q_length, spans, h * 0, h, rows, c, 16, c.DV, c.DV_PAD)
-        fill_gaps(lse + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
+        packed = PackedRows(spans.q_start, spans.q_length, spans.sequences, rows)
+        clear_gaps(out, strides, packed, h * 0, h, c, 16, c.DV, c.DV_PAD)
+        fill_gaps(lse + h.to(tl.int64) * rows, packed, float("-inf"), 128)
         if row_max is not None:
-            fill_gaps(row_max + h.to(tl.int64) * rows, spans.q_start, spans.q_length, spans, rows, float("-inf"), 128)
+            fill_gaps(row_max + h.to(tl.int64) * rows, packed, float("-inf"), 128)
