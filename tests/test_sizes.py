@@ -11,7 +11,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MOST_LINES = 500
 MOST_PARAMETERS = 6
 """Of 19 functions in 20, outside of GPU kernels: entry points take what torch's do."""
-MOST_OF_KERNELS = 17
+MOST_OF_KERNELS = 15
 """Of 19 of the functions in 20 that Triton compiles. The goal is 10: what travels together in one named tuple. It may only become less."""
 
 

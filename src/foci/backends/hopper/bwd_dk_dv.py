@@ -18,7 +18,7 @@ from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_runs,
 from foci.backends.hopper.bwd_dq_from_ds import ROWS, DsStore, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma_wait
-from foci.backends.hopper.kernel_args import BackwardFunctions, BackwardParams, Position, Task
+from foci.backends.hopper.kernel_args import Position, Task
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
@@ -239,17 +239,16 @@ def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, f
 
 @gluon.jit
 def attention_key_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, size, spans, table, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
-):  # fmt: skip
+    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, call_params, c, functions, KEY: gl.constexpr, VALUE: gl.constexpr
+):
     """dk and dv of one tile of keys. Shapes are in the legend above; `lse` and `delta` are laid out by `bwd_preprocess.begin_gradients`.
 
     chunk: the heads of this launch, if dS is stored.
     """
     if ds_scratch is None:
-        task = find_backward_task(size, spans, c, False)
+        task = find_backward_task(call_params.size, call_params.spans, c, False)
     else:
-        b, kv_h, tile, number = find_chunk_task(chunk, size, False)
+        b, kv_h, tile, number = find_chunk_task(chunk, call_params.size, False)
         task = Task(b, b, kv_h, tile, tile)
     if c.JAGGED and task.b < 0:
         return
@@ -271,12 +270,11 @@ def attention_key_gradient(
         ds_store = DsStore(ds_scratch, staged, chunk, number)
     fence_async_shared()
     sources = KeySources(q, do, lse, delta, k, v)
-    params = BackwardParams(size, spans, table, scale, env)
     gl.warp_specialize(
         [
-            (key_consumer, (0, smem, (dk, dv), ds_store, task, params, c, BackwardFunctions(pre, both, mask), KEY, VALUE)),
-            (key_consumer, (1, smem, (dk, dv), ds_store, task, params, c, BackwardFunctions(pre, both, mask), KEY, VALUE)),
-            (key_producer, (sources, smem, task, params, pitch, c, KEY)),
+            (key_consumer, (0, smem, (dk, dv), ds_store, task, call_params, c, functions, KEY, VALUE)),
+            (key_consumer, (1, smem, (dk, dv), ds_store, task, call_params, c, functions, KEY, VALUE)),
+            (key_producer, (sources, smem, task, call_params, pitch, c, KEY)),
         ],
         [4, 1],
         [240, 24],

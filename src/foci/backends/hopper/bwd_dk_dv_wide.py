@@ -12,7 +12,7 @@ from foci.backends.hopper.bwd_dk_dv import KeyContext, KeySources, QueryHead, lo
 from foci.backends.hopper.bwd_dq_from_ds import DsStore, begin_store_ds, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, view_smem, warpgroup_mma_wait
-from foci.backends.hopper.kernel_args import BackwardFunctions, BackwardParams, Position, Task
+from foci.backends.hopper.kernel_args import Position, Task
 from foci.backends.hopper.layouts import mma_layout, operand_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, store_pieces, tile_pieces
@@ -215,15 +215,12 @@ def split_consumer(VALUE: gl.constexpr, smem, out, ds_store, task, params, c, fu
 
 
 @gluon.jit
-def attention_split_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, size, spans, table, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
-):  # fmt: skip
+def attention_split_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, call_params, c, functions):
     """dk and dv of one tile of 64 keys. Arguments are those of `bwd_dk_dv.attention_key_gradient`."""
     if ds_scratch is None:
-        task = find_backward_task(size, spans, c, False)
+        task = find_backward_task(call_params.size, call_params.spans, c, False)
     else:
-        b, kv_h, tile, number = find_chunk_task(chunk, size, False)
+        b, kv_h, tile, number = find_chunk_task(chunk, call_params.size, False)
         task = Task(b, b, kv_h, tile, tile)
     if c.JAGGED and task.b < 0:
         return
@@ -249,12 +246,11 @@ def attention_split_gradient(
         ds_store = DsStore(ds_scratch, staged, chunk, number)
     fence_async_shared()
     sources = KeySources(q, do, lse, delta, k, v)
-    params = BackwardParams(size, spans, table, scale, env)
     gl.warp_specialize(
         [
-            (split_consumer, (True, smem, dv, (), task, params, c, BackwardFunctions(pre, both, mask))),
-            (split_consumer, (False, smem, dk, ds_store, task, params, c, BackwardFunctions(pre, both, mask))),
-            (split_producer, (sources, smem, task, params, pitch, c)),
+            (split_consumer, (True, smem, dv, (), task, call_params, c, functions)),
+            (split_consumer, (False, smem, dk, ds_store, task, call_params, c, functions)),
+            (split_producer, (sources, smem, task, call_params, pitch, c)),
         ],
         [4, 1],
         [240, 24],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_runs, tile_start
 from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
-from foci.backends.hopper.kernel_args import BackwardFunctions, BackwardParams, Position
+from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, store_pieces, tile_pieces
@@ -170,12 +170,9 @@ def query_consumer(half: gl.constexpr, smem, dq_out, row_values, task, params, c
 
 
 @gluon.jit
-def attention_query_gradient(
-    q, k, v, do, lse, delta, dq, size, spans, table, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
-):  # fmt: skip
+def attention_query_gradient(q, k, v, do, lse, delta, dq, call_params, c, functions):
     """dq of one tile of queries. Shapes are in the legend above."""
-    task = find_backward_task(size, spans, c, True)
+    task = find_backward_task(call_params.size, call_params.spans, c, True)
     if c.JAGGED and task.b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
@@ -187,12 +184,11 @@ def attention_query_gradient(
     bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, c.CONSUMERS))
     fence_async_shared()
     smem = QuerySmem(q_tiles, do_tiles, k_tiles, v_tiles, q_full, *bars)
-    params = BackwardParams(size, spans, table, scale, env)
     gl.warp_specialize(
         [
-            (query_consumer, (0, smem, dq, (lse, delta), task, params, c, BackwardFunctions(pre, both, mask))),
-            (query_consumer, (1, smem, dq, (lse, delta), task, params, c, BackwardFunctions(pre, both, mask))),
-            (query_producer, (QuerySources(q, do, k, v), smem, task, params, c)),
+            (query_consumer, (0, smem, dq, (lse, delta), task, call_params, c, functions)),
+            (query_consumer, (1, smem, dq, (lse, delta), task, call_params, c, functions)),
+            (query_producer, (QuerySources(q, do, k, v), smem, task, call_params, c)),
         ],
         [4, 1],
         [240, 24],

@@ -50,7 +50,7 @@ from foci.backends.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.kernel_args import BackwardFunctions, Position
+from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.masking import add_affine_columns, fill_unset_bits, load_mask_bits, zero_outside
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
@@ -350,10 +350,7 @@ def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, 
 
 
 @gluon.jit
-def attention_gradients(
-    q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, numbers, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
-):  # fmt: skip
+def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_params, c, functions, bounds: gl.constexpr):
     """dq, dk and dv of key tile after key tile. Shapes are in the legend above; `lse` and `delta` are laid out by
     `bwd_preprocess.begin_gradients`.
 
@@ -378,15 +375,14 @@ def attention_gradients(
     queue = allocate_task_queue()
     fence_async_shared()
     sources = KeySources(q, do, lse, delta, k, v)
-    params = FusedParams(size, spans, table, scale, numbers, env)
     share_bars = (share_full, share_empty)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, smem, (dk, dv), queue, params, c, BackwardFunctions(pre, both, mask), bounds)),
-            (fused_consumer, (1, smem, (dk, dv), queue, params, c, BackwardFunctions(pre, both, mask), bounds)),
-            (fused_producer, (sources, smem, queue, order, params, pitch, c)),
-            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, spans, size, table, c, 0)),
-            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, spans, size, table, c, 1)),
+            (fused_consumer, (0, smem, (dk, dv), queue, call_params, c, functions, bounds)),
+            (fused_consumer, (1, smem, (dk, dv), queue, call_params, c, functions, bounds)),
+            (fused_producer, (sources, smem, queue, order, call_params, pitch, c)),
+            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 0)),
+            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 1)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -29,7 +29,7 @@ from foci.backends.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.kernel_args import BackwardFunctions, Position
+from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
@@ -95,19 +95,18 @@ def short_q_producer(sources, smem, span, c):
     """Producer warp: q and do once, then K and V tile by tile."""
     q, do, k, v = sources
     q_tiles, do_tiles = smem.q_do
-    k_tiles, v_tiles, q_full, k_full, v_full, empty = smem.k_tiles, smem.v_tiles, smem.q_full, smem.k_full, smem.v_full, smem.empty
     b, h, q_len, kv_len, first_tile, count = span
-    mbarrier.expect(q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
+    mbarrier.expect(smem.q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
-        load_pieces(q, b, h, half * ROWS, 0, q_len, q_full, tile_pieces(q_tiles, half), c.JAGGED)
-        load_pieces(do, b, h, half * ROWS, 0, q_len, q_full, tile_pieces(do_tiles, half), c.JAGGED)
+        load_pieces(q, b, h, half * ROWS, 0, q_len, smem.q_full, tile_pieces(q_tiles, half), c.JAGGED)
+        load_pieces(do, b, h, half * ROWS, 0, q_len, smem.q_full, tile_pieces(do_tiles, half), c.JAGGED)
     for i in range(0, count):
         stage = i % c.STAGES
-        mbarrier.wait(empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
-        mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        load_pieces(k, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, k_full.index(stage), tile_pieces(k_tiles, stage), c.JAGGED)
-        mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        load_pieces(v, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, v_full.index(stage), tile_pieces(v_tiles, stage), c.JAGGED)
+        mbarrier.wait(smem.empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
+        mbarrier.expect(smem.k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
+        load_pieces(k, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, smem.k_full.index(stage), tile_pieces(smem.k_tiles, stage), c.JAGGED)
+        mbarrier.expect(smem.v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
+        load_pieces(v, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, smem.v_full.index(stage), tile_pieces(smem.v_tiles, stage), c.JAGGED)
 
 
 @gluon.jit
@@ -241,12 +240,10 @@ def store_dq_columns(sums, dq_piece, half: gl.constexpr, q_len, pitch, WIDTH: gl
 
 
 @gluon.jit
-def attention_few_gradients(
-    q, k, v, do, lse, delta, dq, dk, dv, partials, size, scale, env, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
-):
+def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size, scale, env, c, functions):
     """dq, dk and dv of one head, or of a part of its keys. Shapes are in the legend above.
 
-    partials: None, or `SplitKVPartials`; then dq is None.
+    row_values: (lse, delta). partials: None, or `SplitKVPartials`; then dq is None.
     """
     DTYPE: gl.constexpr = q.dtype
     q_tiles = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
@@ -277,8 +274,8 @@ def attention_few_gradients(
     outputs = (dq, dk, dv, partials)
     gl.warp_specialize(
         [
-            (short_q_consumer, (0, smem, outputs, (lse, delta), span, params, c, BackwardFunctions(pre, both, mask))),
-            (short_q_consumer, (1, smem, outputs, (lse, delta), span, params, c, BackwardFunctions(pre, both, mask))),
+            (short_q_consumer, (0, smem, outputs, row_values, span, params, c, functions)),
+            (short_q_consumer, (1, smem, outputs, row_values, span, params, c, functions)),
             (short_q_producer, ((q, do, k, v), smem, span, c)),
         ],
         [4, 1],

@@ -203,12 +203,13 @@ RELEASE_DQ_TURN = gl.constexpr(
 
 
 @gluon.jit
-def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WHICH: gl.constexpr):
+def reduce_dq_shares(sums, order, shares, bars, queue, params, c, WHICH: gl.constexpr):
     """One of two warps: add every second share of dq to its accumulator by TMA, in semaphore order.
 
     While one warp waits for its reduction to reach memory, the other continues.
     """
     share_full, share_empty = bars
+    size, table = params.size, params.table
     group = group_members(size, c)
     slots = decode(order.slots)
     accumulators = decode(order.sums)
@@ -218,7 +219,7 @@ def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WH
     while has_task(queue, tasks, 1):
         task, runs = pop_task(queue, tasks, c, 1)
         b, memory_b, kv_h, tile = task.b, task.memory_b, task.h, task.tile
-        q_start, q_len, kv_start, kv_len = sequence_span(task, spans, size, c)
+        q_start, q_len, kv_start, kv_len = sequence_span(task, params.spans, size, c)
         count = count_query_tiles(runs) * group
         for i in range((before + WHICH) % 2, count, 2):
             query_tile = nth_tile(table, runs, i // group, c)

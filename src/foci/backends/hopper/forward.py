@@ -57,7 +57,7 @@ from foci.backends.hopper.gluon_compat import (
     tma,
     warpgroup_mma_wait,
 )
-from foci.backends.hopper.kernel_args import ConsumerTask, ForwardFunctions, ForwardParams, RowContext
+from foci.backends.hopper.kernel_args import ConsumerTask, RowContext
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.masking import BOTH, IF_PARTIAL, LOWER, ROWS, UNMASKED, UPPER, affine_terms, load_tile_mask_bits, tile_scores
 from foci.backends.hopper.mma import begin_pv, begin_scores, wait_accumulators, zero_accumulators
@@ -385,7 +385,7 @@ def produce_all(inputs, q_smem, kv_ring, queue, params, c, bounds: gl.constexpr)
                 # the answer is needed after this task: its latency is hidden
                 next_ticket = fetch_ticket(table.tickets, c.JAGGED)
         if place.b >= 0:
-            run, segments = plan_tiles(place, params.spans, size, table, params.env, c, bounds, 1)
+            run, segments = plan_tiles(place, params, c, bounds, 1)
             mbarrier.wait(slot_free.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
             push_task(slots, n, place, run, segments, half, size, table, c)
             mbarrier.arrive(slot_full.index(n % SLOTS), count=1)
@@ -436,16 +436,13 @@ def consume_all(me, q_smem, kv_ring, queue, outputs, params, c, functions):
 
 
 @gluon.jit
-def attention_forward(
-    q, k, v, out, lse, row_max, size, spans, table, numbers, env, c,
-    pre: gl.constexpr, score: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
-):  # fmt: skip
+def attention_forward(q, k, v, out, lse, row_max, call_params, c, functions):
     """Attention of one tile of queries, or of task after task. Shapes are in the legend above."""
     if not c.PERSISTENT:
-        place = find_task(gl.program_id(0), size, spans, table, c)
+        place = find_task(gl.program_id(0), call_params.size, call_params.spans, call_params.table, c)
         if place.b < 0:
             return
-        run, segments = plan_tiles(place, spans, size, table, env, c, bounds, 4)
+        run, segments = plan_tiles(place, call_params, c, functions.bounds, 4)
     # shared memory: a query tile per consumer, STAGES tiles of keys and of values, and a result tile per consumer
     q_tiles = allocate_tiles(q.dtype, c.CONSUMERS, ROWS, c.D_PAD)
     k_tiles = allocate_tiles(k.dtype, c.STAGES, c.TILE_KV, c.D_PAD)
@@ -475,16 +472,14 @@ def attention_forward(
     if c.PERSISTENT:
         specialize(
             c.CONSUMERS, consume_all, ((), (), ()),
-            (q_smem, kv_ring, queue, ForwardOutputs(out, out_tiles, lse, row_max), ForwardParams(size, spans, table, numbers, env), c,
-             ForwardFunctions(pre, score, mask, bounds)),
-            produce_all, ((q, k, v), q_smem, kv_ring, queue, ForwardParams(size, spans, table, numbers, env), c, bounds), c.REGISTERS,
+            (q_smem, kv_ring, queue, ForwardOutputs(out, out_tiles, lse, row_max), call_params, c, functions),
+            produce_all, ((q, k, v), q_smem, kv_ring, queue, call_params, c, functions.bounds), c.REGISTERS,
         )  # fmt: skip
     else:
         specialize(
             c.CONSUMERS, consume,
             ((ConsumerTask(segments[0], place, run, 0),), (ConsumerTask(segments[1], place, run, 0),),
              (ConsumerTask(segments[2], place, run, 0),)),
-            (0, 0, q_smem, kv_ring, ForwardOutputs(out, out_tiles, lse, row_max), ForwardParams(size, spans, table, numbers, env), c,
-             ForwardFunctions(pre, score, mask, bounds)),
-            produce, (0, 0, (q, k, v), q_smem, kv_ring, place, run, ForwardParams(size, spans, table, numbers, env), c), c.REGISTERS,
+            (0, 0, q_smem, kv_ring, ForwardOutputs(out, out_tiles, lse, row_max), call_params, c, functions),
+            produce, (0, 0, (q, k, v), q_smem, kv_ring, place, run, call_params, c), c.REGISTERS,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 On Triton 3.7 a tuple that a jitted function binds to a local variable loses its constexpr fields: they become tensors, and functions fail.
 So a tuple that holds functions is built inside the call that it is passed to. A field is not called `values` or `type`: Triton's tuples
-have these.
+have these. A parameter of a kernel is not called `params`: the function in which Triton binds arguments has a variable of that name.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ __all__ = [
     "ConsumerTask",
     "ForwardFunctions",
     "ForwardParams",
+    "KeyBounds",
     "PackedPlace",
     "PackedTask",
     "Place",
@@ -85,6 +86,16 @@ class TileRun(NamedTuple):
     before: Any  # partial tiles before the gap
     gap: Any  # tiles that partial ones skip
     part: Any  # number of partial tiles
+
+
+class KeyBounds(NamedTuple):
+    """Tiles of keys that some rows attend to."""
+
+    start: Any  # first tile
+    full_start: Any  # first tile that all rows attend to
+    full_end: Any  # tile after the last of these
+    end: Any  # tile after the last
+    narrow: Any  # as in `Segments`
 
 
 class Segments(NamedTuple):

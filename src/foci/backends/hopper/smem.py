@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import FAR, nth_visited, sequence, tile_runs, tile_start
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, view_smem
-from foci.backends.hopper.kernel_args import TileRun
+from foci.backends.hopper.kernel_args import KeyBounds, TileRun
 from foci.backends.hopper.layouts import operand_layout, piece, pieces, smem_layout, tma_columns
 
 __all__ = [
@@ -143,8 +143,7 @@ def store_pieces(target, b, h, row, start, length, tile, values, JAGGED: gl.cons
 
 @gluon.jit
 def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
-    """Tiles of keys that `rows` rows from `first` attend to, by the mask's bounds: (first, first full, end of full, end), and 1 where one
-    tile may hold both a row's first key and a row's last."""
+    """`KeyBounds` of `rows` rows from `first`, by the mask's bounds."""
     # every warp holds all rows: the reductions need no exchange between warps
     q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([rows // 32], [32], [WARPS], [0])), q_len - 1)
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
@@ -156,7 +155,7 @@ def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds:
     full_start = gl.minimum(gl.maximum((gl.max(low, 0) + c.TILE_KV - 1) // c.TILE_KV, start), end)
     last = (gl.min(high, 0) + 1) // c.TILE_KV
     full_end = gl.minimum(gl.maximum(last, full_start), end)
-    return start, full_start, full_end, end, gl.where(last < full_start, 1, 0)
+    return KeyBounds(start, full_start, full_end, end, gl.where(last < full_start, 1, 0))
 
 
 @gluon.jit

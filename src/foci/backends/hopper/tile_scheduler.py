@@ -42,25 +42,25 @@ def find_task(n, size, spans, table, c):
 
 
 @gluon.jit
-def plan_tiles(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
+def plan_tiles(place, params, c, bounds: gl.constexpr, WARPS: gl.constexpr):
     """(`TileRun` of the task, `Segments` of each consumer)."""
-    b, h = place.b, place.h
-    q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
+    b, h, table, env = place.b, place.h, params.table, params.env
+    q_start, q_len, kv_start, kv_len = sequence_span(place, params.spans, params.size, c)
     if c.MODE == "bounds":
         first = place.tile * c.TILE_Q
-        start0, full_start0, full_end0, end0, narrow0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start1, full_start1, full_end1, end1, narrow1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start2, full_start2, full_end2, end2, narrow2 = start1, full_start1, full_end1, end1, narrow1
+        bounds0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        bounds1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        bounds2 = bounds1
         if c.CONSUMERS == 3:
-            start2, full_start2, full_end2, end2, narrow2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start = gl.minimum(gl.minimum(start0, start1), start2)
-        top = gl.maximum(gl.maximum(end0, end1), end2)
+            bounds2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start = gl.minimum(gl.minimum(bounds0.start, bounds1.start), bounds2.start)
+        top = gl.maximum(gl.maximum(bounds0.end, bounds1.end), bounds2.end)
         count = gl.maximum(top - start, 0)
         zero = count * 0
         run = TileRun(top, zero, zero, zero, zero, zero, count)
-        segments0 = split_range(top, start0, full_start0, full_end0, end0, count, narrow0)
-        segments1 = split_range(top, start1, full_start1, full_end1, end1, count, narrow1)
-        segments2 = split_range(top, start2, full_start2, full_end2, end2, count, narrow2)
+        segments0 = split_range(top, bounds0, count)
+        segments1 = split_range(top, bounds1, count)
+        segments2 = split_range(top, bounds2, count)
     else:
         run = tile_run(table, b, h, place.task, kv_len, c)
         segments0 = split_list(0, run, table, c)
@@ -70,13 +70,13 @@ def plan_tiles(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: g
 
 
 @gluon.jit
-def split_range(top, start, full_start, full_end, end, count, narrow):
-    """Segments of one consumer in a run of consecutive tiles, from the last to the first."""
-    has_keys = end > start
-    begin = gl.where(has_keys, top - end, count)
-    stop = gl.where(has_keys, top - start, count)
-    full_begin = gl.where(has_keys, top - full_end, count)
-    return Segments(begin, full_begin, gl.where(has_keys, top - full_start, count), stop, count, narrow)
+def split_range(top, tiles, count):
+    """`Segments` of one consumer, whose rows have the `KeyBounds` `tiles`, in a run of consecutive tiles, from the last to the first."""
+    has_keys = tiles.end > tiles.start
+    begin = gl.where(has_keys, top - tiles.end, count)
+    stop = gl.where(has_keys, top - tiles.start, count)
+    full_begin = gl.where(has_keys, top - tiles.full_end, count)
+    return Segments(begin, full_begin, gl.where(has_keys, top - tiles.full_start, count), stop, count, tiles.narrow)
 
 
 @gluon.jit
