@@ -23,7 +23,7 @@ class _Caught(Exception):
 
 
 class _Instead:
-    """Stands in for a kernel: `does` takes its arguments by name."""
+    """Stands in for a kernel: `does` takes its arguments by name, and the fields of `call_params` likewise."""
 
     def __init__(self, kernel, does):
         self.signature, self.does = kernel.signature, does
@@ -32,7 +32,12 @@ class _Instead:
         """Nothing is compiled, so that the launch goes through `__getitem__`."""
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.does(dict(zip(self.signature.parameters, args, strict=True)))
+        def launch(*args, **options):
+            named = dict(zip(self.signature.parameters, args, strict=True))
+            fields = named["call_params"]._asdict() if "call_params" in named else {}
+            return self.does(named | fields)
+
+        return launch
 
 
 def gradients_with(does, asked, operands, results, cotangents, sums=None, *, few=False):

@@ -6,6 +6,8 @@ import pytest
 
 turns = pytest.importorskip("foci.backends.hopper.dq_semaphore", reason="needs a Triton with Gluon")
 
+from foci.backends.hopper.kernel_args import Task  # noqa: E402
+
 C = SimpleNamespace(MODE="all", ROUND=True, TILE_Q=64, TILE_KV=128)
 COUNTS = [*range(1, 10), 16, 31, 64, 65]
 
@@ -42,7 +44,7 @@ def test_all_are_visited_once_and_nothing_waits_in_a_circle(tiles, overhang, pla
         q_len, kv_len = count * C.TILE_Q - overhang[0], tiles * C.TILE_KV - overhang[1]
         walks = []
         for tile in range(tiles):
-            runs = plain.find_query_runs(None, None, (0, 0, 0, Tile(tile), tile), 0, q_len, kv_len, C)
+            runs = plain.find_query_runs(None, None, Task(0, 0, 0, Tile(tile), tile), 0, q_len, kv_len, C)
             assert plain.count_query_tiles(runs) == count
             assert all(n >= 0 for n in runs[2::2])
             visits = walk(runs)

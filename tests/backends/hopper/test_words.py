@@ -15,6 +15,7 @@ from foci.trace_functions import bind
 forward_pass = pytest.importorskip("foci.backends.hopper.forward_pass", reason="needs a Triton with Gluon")
 from foci.backends.gpu import tile_tables  # noqa: E402
 from foci.backends.hopper.kernel import build_kernel  # noqa: E402
+from foci.backends.hopper.kernel_args import ForwardParams  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
@@ -62,7 +63,7 @@ class Catching:
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            raise Caught(args)
+            raise Caught((*args, *next(arg for arg in args if isinstance(arg, ForwardParams))))
 
         return launch
 

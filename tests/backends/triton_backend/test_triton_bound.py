@@ -168,7 +168,7 @@ def test_rows_that_are_tokens_all_leave_nothing_to_fill(hopper, no_padding, need
     assert len({args[4] for args in taken}) == (count if needs_grad else 1)
     assert not needs_grad or [args[4] for args in taken] == [lse.data_ptr() for _, lse in runs]
     # in the table of tasks
-    assert {args[8][7] for args in taken} == {args[7][0] for args in taken}
+    assert {args[6][2][7] for args in taken} == {args[6][1][0] for args in taken}
 
 
 def test_captured_tensors_that_learn_are_known_to_autograd(launched):

@@ -16,10 +16,12 @@ __all__ = ["fill_cache_keys"]
 
 
 def fill_cache_keys(arguments: Iterable[Any]) -> None:
-    """Compute Triton's cache keys of the functions among some arguments, callees first."""
+    """Compute Triton's cache keys of the functions among some arguments, and in tuples among these, callees first."""
     for each in arguments:
         if isinstance(each, JITFunction):
             _settle(each, set())
+        elif isinstance(each, tuple):
+            fill_cache_keys(each)
 
 
 def _settle(function: JITCallable, begun: set[int]) -> None:

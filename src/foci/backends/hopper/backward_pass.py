@@ -58,9 +58,9 @@ from foci.backends.hopper.backward_schedules import (
 from foci.backends.hopper.bwd_dk_dv import attention_key_gradient
 from foci.backends.hopper.bwd_dk_dv_wide import attention_split_gradient
 from foci.backends.hopper.bwd_dq import attention_query_gradient
-from foci.backends.hopper.bwd_dq_dk_dv import attention_gradients
+from foci.backends.hopper.bwd_dq_dk_dv import FusedParams, attention_gradients
 from foci.backends.hopper.bwd_dq_from_ds import HeadChunk, attention_kept_gradient
-from foci.backends.hopper.bwd_preprocess import begin_gradients, finish_query_gradient, reduce_dq_partials
+from foci.backends.hopper.bwd_preprocess import Counters, Heads, RowInputs, begin_gradients, finish_query_gradient, reduce_dq_partials
 from foci.backends.hopper.bwd_short_q import SplitKVPartials, attention_few_gradients
 from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
 from foci.backends.hopper.descriptors import describe, takes_descriptor
@@ -68,6 +68,7 @@ from foci.backends.hopper.dq_order import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.dq_semaphore import SHARE_LINE, Order, slot_size
 from foci.backends.hopper.functions import KernelFunctions, build_functions
 from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
+from foci.backends.hopper.kernel_args import BackwardFunctions, BackwardParams
 from foci.backends.hopper.layouts import smem_layout
 from foci.backends.hopper.mask_bits import pack_queries
 from foci.backends.hopper.zero_fill import zero_counters
@@ -210,9 +211,9 @@ class HopperBackward:
         turns, count = (None, 0) if sums is None else (sums.turns, sums.total + 1)
         call.launches.add(
             begin_gradients, (batch * heads * visits.tasks, 128 // tile),
-            bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, row_values, padded_rows,
-            keep, turns, encode(count), grads, call.strides, self.builder.size(call, heads, visits.tasks),
-            encode(operands.key.shape[1]), visits.spans, encode(pitch),
+            RowInputs(bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse), row_values, padded_rows,
+            keep, Counters(turns, encode(count)), grads, call.strides,
+            Heads(self.builder.size(call, heads, visits.tasks), encode(operands.key.shape[1]), visits.spans, encode(pitch)),
             self.builder.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
         return padded_rows[0], padded_rows[1], pitch
@@ -234,8 +235,9 @@ class HopperBackward:
         call.launches.add(
             attention_query_gradient, (batch * heads * visits.tasks,),
             desc(streams.query, 64), desc(streams.key, tiles.tile_kv), desc(streams.value, tiles.tile_kv), desc(streams.dout, 64),
-            *rows, desc(dq, 64), self.builder.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._build_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask, num_warps=4,
+            *rows, desc(dq, 64),
+            BackwardParams(self.builder.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
+            self._build_config(call, tiles, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask), num_warps=4,
         )  # fmt: skip
 
     def _launch_short_q(
@@ -252,8 +254,9 @@ class HopperBackward:
             partials = SplitKVPartials(sums, encode(programs), encode(tiles_each))
         call.launches.add(
             attention_few_gradients, (batch * heads * programs,),
-            *(desc(t, 64) for t in streams[:4]), *rows, desc(dq, 64) if partials is None else None, desc(dk, 64), desc(dv, 64), partials,
-            size, call.operands.scale, call.environment, config, functions.pre, functions.both, functions.mask, num_warps=4,
+            *(desc(t, 64) for t in streams[:4]), rows, desc(dq, 64) if partials is None else None, desc(dk, 64), desc(dv, 64), partials,
+            size, call.operands.scale, call.environment, config, BackwardFunctions(functions.pre, functions.both, functions.mask),
+            num_warps=4,
         )  # fmt: skip
         if partials is not None:
             call.launches.add(
@@ -307,8 +310,8 @@ class HopperBackward:
             desc(streams.query, tiles.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, tiles.tile_q),
             *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, tiles.tile_q), chunk,
-            self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._build_config(call, tiles, visits.mode), functions.pre, functions.both, functions.mask,
+            BackwardParams(self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
+            self._build_config(call, tiles, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask),
             grads[0] is not None, grads[1] is not None, num_warps=4,
         )  # fmt: skip
 
@@ -325,9 +328,9 @@ class HopperBackward:
             attention_split_gradient, (programs * visits.tasks,),
             *(desc(t, 64) for t in streams[:4]), *streams.describe_row_values(64), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, 64), chunk,
-            self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale,
-            call.environment, self._build_config(call, DK_DV_WIDE_TILES, visits.mode), functions.pre, functions.both,
-            functions.mask, num_warps=4,
+            BackwardParams(self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
+            self._build_config(call, DK_DV_WIDE_TILES, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask),
+            num_warps=4,
         )  # fmt: skip
 
     def _allocate_dq_sums(self, call: Pass, query: Tensor, schedule: FusedSchedule) -> _DqSums:
@@ -366,9 +369,12 @@ class HopperBackward:
             desc(streams.query, shape.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, shape.tile_q),
             *streams.describe_row_values(shape.tile_q), _describe_dq_slots(added, total),
             *(None if t is None else desc(t, 64) for t in grads[1:]),
-            order, self.builder.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits),
-            operands.scale, call.numbers, call.environment, config,
-            functions.pre, functions.line or functions.both, functions.mask, functions.bounds,
+            order,
+            FusedParams(
+                self.builder.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits), operands.scale,
+                call.numbers, call.environment,
+            ),
+            config, BackwardFunctions(functions.pre, functions.line or functions.both, functions.mask), functions.bounds,
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
         )  # fmt: skip
         columns = math.gcd(self.widths[0], POSTPROCESS_COLUMNS)

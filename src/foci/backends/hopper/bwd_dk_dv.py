@@ -12,116 +12,168 @@ Scores are transposed, keys as rows, so that P^T and dS^T are the left operands 
 warpgroup accumulates over all queries and all query heads that share its keys: no atomics.
 """
 
-from foci.backends.gpu.tiles import decode, find_task, nth_visited, sequence_at, tile_runs, tile_start
-from foci.backends.hopper.bwd_dq_from_ds import ROWS, ds_layouts, find_chunk_task, store_ds
-from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
+from typing import Any, NamedTuple
+
+from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_runs, tile_start
+from foci.backends.hopper.bwd_dq_from_ds import ROWS, DsStore, ds_layouts, find_chunk_task, store_ds
+from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma_wait
+from foci.backends.hopper.kernel_args import Position, Task
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
 
 
+class KeySources(NamedTuple):
+    """Descriptors that the producer loads from."""
+
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    k: Any
+    v: Any
+
+
+class KeySmem(NamedTuple):
+    """Shared memory: keys and values of both warpgroups, STAGES tiles of queries, and barriers."""
+
+    k_tiles: Any
+    v_tiles: Any
+    q_tiles: Any
+    do_tiles: Any
+    lse_rows: Any
+    delta_rows: Any
+    kv_full: Any
+    q_full: Any  # barriers of each stage
+    do_full: Any
+    empty: Any
+
+
+class QueryRun(NamedTuple):
+    """A run of query tiles that a key tile visits."""
+
+    row: Any  # of the table
+    first: Any
+    before: Any  # tiles before a gap
+    gap: Any
+    count: Any
+
+
+class QueryHead(NamedTuple):
+    """A head whose queries are loaded."""
+
+    h: Any
+    memory_b: Any
+    line: Any  # `bwd_tile_math.row_line`
+    q_start: Any
+    q_len: Any
+
+
+class KeyContext(NamedTuple):
+    """A warpgroup's 64 keys, and a query head that reads them."""
+
+    b: Any
+    h: Any
+    kv_idx: Any  # [64, 1]
+    q_len: Any
+    kv_len: Any
+    aux: Any  # from the function `pre`
+    ds_target: Any  # from `bwd_dq_from_ds.ds_layouts`, empty if dS is not stored
+
+
 @gluon.jit
 def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
-    """Query tiles that a key tile visits: (row of the table, full run, masked run), a run being (first, tiles before a gap, gap, tiles)."""
-    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
+    """Query tiles that a key tile visits: (full run, masked run)."""
+    row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
     if first + c.TILE_KV > kv_len:
         # the key tile overhangs the keys: mask every query tile
         part_first = part_first if c.MODE == "ranges" else full_first
         part += full
         full = full * 0
         gap = gap * 0
-    return line, (full_first, full * 0, full * 0, full), (part_first, before, gap, part)
+    return QueryRun(row, full_first, full * 0, full * 0, full), QueryRun(row, part_first, before, gap, part)
 
 
 @gluon.jit
-def load_query_runs(sources, buffers, bars, at, run, line, n, table, c, KEY: gl.constexpr):
+def load_query_runs(sources, smem, head, run, n, table, c, KEY: gl.constexpr):
     """Producer: load the query tiles of one run of one head, each into the next stage. Returns the number of tiles loaded so far."""
-    q, do, lse, delta = sources
-    q_tiles, do_tiles, lse_rows, delta_rows = buffers
-    q_full, do_full, empty = bars
-    h, memory_b, head, q_start, q_len = at
-    first, before, gap, count = run
-    for i in range(0, count):
-        here = tile_start(nth_visited(table, line, i, first, before, gap, c), c, c.TILE_Q)
+    for i in range(0, run.count):
+        here = tile_start(nth_visited(table, run.row, i, run.first, run.before, run.gap, c), c, c.TILE_Q)
         stage = n % c.STAGES
-        mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-        ready = q_full.index(stage)
+        mbarrier.wait(smem.empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
+        ready = smem.q_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-        load_pieces(q, memory_b, h, here, q_start, q_len, ready, tile_pieces(q_tiles, stage), c.JAGGED)
-        tma_load(lse, [head + here], ready, lse_rows.index(stage))
-        ready = do_full.index(stage)
+        q_tile = tile_pieces(smem.q_tiles, stage)
+        load_pieces(sources.q, head.memory_b, head.h, here, head.q_start, head.q_len, ready, q_tile, c.JAGGED)
+        tma_load(sources.lse, [head.line + here], ready, smem.lse_rows.index(stage))
+        ready = smem.do_full.index(stage)
         mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + (4 if KEY else 0)))
-        load_pieces(do, memory_b, h, here, q_start, q_len, ready, tile_pieces(do_tiles, stage), c.JAGGED)
+        do_tile = tile_pieces(smem.do_tiles, stage)
+        load_pieces(sources.do, head.memory_b, head.h, here, head.q_start, head.q_len, ready, do_tile, c.JAGGED)
         if KEY:
-            tma_load(delta, [head + here], ready, delta_rows.index(stage))
+            tma_load(sources.delta, [head.line + here], ready, smem.delta_rows.index(stage))
         n += 1
     return n
 
 
 @gluon.jit
-def key_producer(sources, kv_smem, buffers, bars, task, spans, size, pitch, table, c, KEY: gl.constexpr):
+def key_producer(sources, smem, task, params, pitch, c, KEY: gl.constexpr):
     """One warp: keys and values once, then the queries of each head that shares them."""
-    q, do, lse, delta, k, v = sources
-    k_tiles, v_tiles = kv_smem
-    kv_full, q_full, do_full, empty = bars
+    kv_full, table = smem.kv_full, params.table
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(params.spans, params.size, b, index, c)
     first = tile * c.TILE_KV
     mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
     for half in gl.static_range(2):
         half_first = first + half * (c.TILE_KV // 2)
-        load_pieces(k, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(k_tiles, half), c.JAGGED)
+        load_pieces(sources.k, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(smem.k_tiles, half), c.JAGGED)
         if KEY:
-            load_pieces(v, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(v_tiles, half), c.JAGGED)
+            load_pieces(sources.v, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(smem.v_tiles, half), c.JAGGED)
     n = 0
-    group = decode(size.group)
+    group = decode(params.size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        head = row_line(b, memory_b, h, decode(size.heads) * group, q_start, pitch, c)
-        line, full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
-        at = (h, memory_b, head, q_start, q_len)
-        n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, full_run, line, n, table, c, KEY)
-        n = load_query_runs((q, do, lse, delta), buffers, (q_full, do_full, empty), at, masked_run, line, n, table, c, KEY)
+        line = row_line(b, memory_b, h, decode(params.size.heads) * group, q_start, pitch, c)
+        full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
+        head = QueryHead(h, memory_b, line, q_start, q_len)
+        n = load_query_runs(sources, smem, head, full_run, n, table, c, KEY)
+        n = load_query_runs(sources, smem, head, masked_run, n, table, c, KEY)
 
 
 @gluon.jit
-def accumulate_dk_dv(
-    sums, kv_smem, buffers, bars, ds_store, at, run, line, n, table, scale, env, aux, c,
-    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
-):  # fmt: skip
-    """Accumulate one run of query tiles into (dk, dv) of 64 keys. MASKED tiles may also overhang queries or keys. `ds_store`: from
-    `bwd_dq_from_ds.ds_layouts`, empty if dS is not stored."""
+def accumulate_dk_dv(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr, functions, MASKED: gl.constexpr):
+    """Accumulate one run of query tiles into `sums`: (dk, dv), empty where not wanted. `n` query tiles came before. MASKED tiles may also
+    overhang queries or keys."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     dk, dv = sums
-    k_tiles, v_tiles = kv_smem
-    q_tiles, do_tiles, lse_rows, delta_rows = buffers
-    q_full, do_full, empty = bars
-    b, h, kv_idx, q_len, kv_len = at
-    first, before, gap, count = run
+    KEY: gl.constexpr = len(dk) > 0
+    VALUE: gl.constexpr = len(dv) > 0
+    b, h, kv_idx, q_len, kv_len, aux, ds_target = key_ctx
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     # wide accumulators leave few registers: round P for dV only after dS, when its float32 values are no longer needed
     LATE: gl.constexpr = KEY and VALUE and c.D_PAD + c.DV_PAD > 256
     zero = gl.zeros([c.TILE_KV // 2, c.TILE_Q], gl.float32, S)
-    for i in range(0, count):
-        tile = nth_visited(table, line, i, first, before, gap, c)
+    for i in range(0, run.count):
+        tile = nth_visited(params.table, run.row, i, run.first, run.before, run.gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         # recompute the addresses of K and V for each tile: hoisted, they would take registers through the loop
         opaque = opaque_value(0)
-        queries = tile_pieces(q_tiles, stage)
-        douts = tile_pieces(do_tiles, stage)
+        queries = tile_pieces(smem.q_tiles, stage)
+        douts = tile_pieces(smem.do_tiles, stage)
         # S^T = K Q^T and dP^T = V dO^T, both asynchronous
-        mbarrier.wait(q_full.index(stage), phase)
-        s = begin_scores(tile_pieces(k_tiles, half + opaque), queries, zero, False)
-        mbarrier.wait(do_full.index(stage), phase)
+        mbarrier.wait(smem.q_full.index(stage), phase)
+        s = begin_scores(tile_pieces(smem.k_tiles, half + opaque), queries, zero, False)
+        mbarrier.wait(smem.do_full.index(stage), phase)
         if KEY:
-            dp = begin_scores(tile_pieces(v_tiles, half + opaque), douts, zero, False)
+            dp = begin_scores(tile_pieces(smem.v_tiles, half + opaque), douts, zero, False)
         s = warpgroup_mma_wait(len(douts) if KEY else 0, deps=[s])
         # P^T = exp2(S^T - lse), masked, and the derivative of the score function
         q_idx = tile_start(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
-        lse2 = gl.expand_dims(lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
-        p, slope = recompute_weights(s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, tile), scale, env, aux, c, both, mask, MASK, MASKED)
+        lse2 = gl.expand_dims(smem.lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        position = Position(b, h, q_idx, kv_idx, q_len, kv_len, tile, aux)
+        p, slope = recompute_weights(s, lse2, position, params, c, functions, MASK, MASKED)
         dscore_scaled = scale_dscore(p, slope, c, MASKED)
         # dV += P^T dO
         if VALUE and not LATE:
@@ -129,37 +181,32 @@ def accumulate_dk_dv(
         if KEY:
             # dS^T = P^T * slope * (dP^T - delta)
             dp = warpgroup_mma_wait(len(douts) if VALUE and not LATE else 0, deps=[dp])
-            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
             ds = (dscore_scaled * (dp - delta)).to(queries[0].dtype)
             if LATE:
                 dv = begin_pv(p.to(douts[0].dtype), douts, dv)
             # dK += dS^T Q
             dk = begin_pv(ds, queries, dk)
-            if len(ds_store) > 0:
-                store_ds(ds_store, half * 2 + n % 2, tile_start(tile, c, c.TILE_Q), ds)
+            if len(ds_target) > 0:
+                store_ds(ds_target, half * 2 + n % 2, tile_start(tile, c, c.TILE_Q), ds)
         grads = wait_accumulators(dk + dv)
         dk, dv = grads[: len(dk)], grads[len(dk) :]
-        if len(ds_store) == 0:
+        if len(ds_target) == 0:
             fence_async_shared()
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(smem.empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
 
 @gluon.jit
-def key_consumer(
-    half: gl.constexpr, kv_smem, buffers, bars, outputs, ds_store, task, params, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
-):  # fmt: skip
+def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, functions, KEY: gl.constexpr, VALUE: gl.constexpr):
     """One warpgroup: dk and dv of 64 keys, summed over the query heads that share them."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     ROWS: gl.constexpr = c.TILE_KV // 2
-    spans, size, table, scale, env = params
+    size, table, scale, env = params.size, params.table, params.scale, params.env
     dk_out, dv_out = outputs
-    k_tiles, v_tiles = kv_smem
-    kv_full, q_full, do_full, empty = bars
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, index, c)
+    q_start, q_len, kv_start, kv_len = sequence_at(params.spans, size, b, index, c)
     first = tile * c.TILE_KV
     half_first = first + half * ROWS
     kv_idx = half_first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
@@ -169,49 +216,41 @@ def key_consumer(
         dk = zero_accumulators(ROWS, c.D_PAD)
     if VALUE:
         dv = zero_accumulators(ROWS, c.DV_PAD)
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(smem.kv_full, 0)
     n = 0
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
         here = ds_layouts(ds_store, member, group, half_first, c)
-        line, full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
-        aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
-        at = (b, h, kv_idx, q_len, kv_len)
-        dk, dv, n = accumulate_dk_dv(
-            (dk, dv), kv_smem, buffers, (q_full, do_full, empty), here, at, full_run, line, n, table, scale, env, aux, c,
-            half, both, mask, False, KEY, VALUE,
-        )  # fmt: skip
-        dk, dv, n = accumulate_dk_dv(
-            (dk, dv), kv_smem, buffers, (q_full, do_full, empty), here, at, masked_run, line, n, table, scale, env, aux, c,
-            half, both, mask, True, KEY, VALUE,
-        )  # fmt: skip
+        full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
+        aux = functions.pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
+        key_ctx = KeyContext(b, h, kv_idx, q_len, kv_len, aux, here)
+        dk, dv, n = accumulate_dk_dv((dk, dv), n, smem, key_ctx, full_run, params, c, half, functions, False)
+        dk, dv, n = accumulate_dk_dv((dk, dv), n, smem, key_ctx, masked_run, params, c, half, functions, True)
     # stage dk and dv in the K and V tiles: only this warpgroup reads its half of them, and it is done
     if KEY:
         store_pieces(
-            dk_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(k_tiles, half), scale_accumulators(dk, scale), c.JAGGED
+            dk_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(smem.k_tiles, half), scale_accumulators(dk, scale), c.JAGGED
         )
     if VALUE:
-        store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(v_tiles, half), dv, c.JAGGED)
+        store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(smem.v_tiles, half), dv, c.JAGGED)
     tma.store_wait(0)
 
 
 @gluon.jit
 def attention_key_gradient(
-    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, size, spans, table, scale, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
-):  # fmt: skip
+    q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, call_params, c, functions, KEY: gl.constexpr, VALUE: gl.constexpr
+):
     """dk and dv of one tile of keys. Shapes are in the legend above; `lse` and `delta` are laid out by `bwd_preprocess.begin_gradients`.
 
     chunk: the heads of this launch, if dS is stored.
     """
     if ds_scratch is None:
-        b, memory_b, kv_h, index, tile = find_task(size, spans, c, False)
+        task = find_backward_task(call_params.size, call_params.spans, c, False)
     else:
-        b, kv_h, tile, place = find_chunk_task(chunk, size, False)
-        memory_b = b
-        index = tile
-    if c.JAGGED and b < 0:
+        b, kv_h, tile, number = find_chunk_task(chunk, call_params.size, False)
+        task = Task(b, b, kv_h, tile, tile)
+    if c.JAGGED and task.b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
     k_tiles = allocate_tiles(DTYPE, 2, c.TILE_KV // 2, c.D_PAD)
@@ -222,21 +261,21 @@ def attention_key_gradient(
     do_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_Q, c.DV_PAD)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
-    bars = (make_barriers(1, 1).index(0), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
+    kv_full = make_barriers(1, 1).index(0)
+    bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
+    smem = KeySmem(k_tiles, v_tiles, q_tiles, do_tiles, lse_rows, delta_rows, kv_full, *bars)
     ds_store = ()
     if ds_scratch is not None:
-        ds_store = (ds_scratch, gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q)), chunk, place)
+        staged = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
+        ds_store = DsStore(ds_scratch, staged, chunk, number)
     fence_async_shared()
-    buffers = (q_tiles, do_tiles, lse_rows, delta_rows)
-    task = (b, memory_b, kv_h, tile, index)
-    params = (spans, size, table, scale, env)
-    kv_smem = (k_tiles, v_tiles)
+    sources = KeySources(q, do, lse, delta, k, v)
     gl.warp_specialize(
         [
-            (key_consumer, (0, kv_smem, buffers, bars, (dk, dv), ds_store, task, params, c, pre, both, mask, KEY, VALUE)),
-            (key_consumer, (1, kv_smem, buffers, bars, (dk, dv), ds_store, task, params, c, pre, both, mask, KEY, VALUE)),
-            (key_producer, ((q, do, lse, delta, k, v), kv_smem, buffers, bars, task, spans, size, pitch, table, c, KEY)),
+            (key_consumer, (0, smem, (dk, dv), ds_store, task, call_params, c, functions, KEY, VALUE)),
+            (key_consumer, (1, smem, (dk, dv), ds_store, task, call_params, c, functions, KEY, VALUE)),
+            (key_producer, (sources, smem, task, call_params, pitch, c, KEY)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -19,7 +19,10 @@ Without a mask and under the causal mask the visited tiles are computed; other m
 must not read memory for each pair of positions; with dropout they may only add to the product.
 """
 
+from typing import Any, NamedTuple
+
 from foci.backends.gpu.tiles import decode
+from foci.backends.hopper.bwd_dk_dv import KeySources
 from foci.backends.hopper.bwd_task_queue import allocate_task_queue, has_task, pop_task, push_end, push_task
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
@@ -47,6 +50,7 @@ from foci.backends.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.masking import add_affine_columns, fill_unset_bits, load_mask_bits, zero_outside
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
@@ -57,28 +61,73 @@ from foci.backends.hopper.task_queue import broadcast_ticket, fetch_ticket
 ROWS = gl.constexpr(64)
 
 
+class FusedSmem(NamedTuple):
+    """Shared memory and barriers. `dq_semaphore.reduce_dq_shares` reads shares."""
+
+    k_tiles: Any
+    v_tiles: Any
+    q_tiles: Any
+    do_tiles: Any
+    lse_rows: Any
+    delta_rows: Any
+    ds_tiles: Any
+    shares: Any
+    kv_full: Any
+    kv_empty: Any
+    q_full: Any  # barriers of each stage
+    do_full: Any
+    empty: Any
+    ds_full: Any  # of two tiles of dS
+    share_full: Any  # of two shares
+    share_empty: Any
+
+
+class FusedParams(NamedTuple):
+    """`BackwardParams`, and the numbers of dropout."""
+
+    size: Any
+    spans: Any
+    table: Any
+    scale: Any
+    numbers: Any
+    env: Any
+
+
+class FusedContext(NamedTuple):
+    """A warpgroup's 64 keys."""
+
+    b: Any
+    h: Any  # first query head that shares the keys
+    kv_idx: Any  # [64, 1]
+    q_len: Any
+    kv_len: Any
+    first: Any  # first key
+    query_bounds: Any  # (first query, last query) of each key, if c.BOUNDED
+    before: Any  # query tiles of the tasks before
+    group: Any  # query heads that share the keys
+    aux: Any  # from the function `pre`
+    dropout: Any  # from `dropout.load_dropout_params`
+
+
 @gluon.jit
-def load_keys(k, v, kv_smem, bars, place, span, n, c):
+def load_keys(sources, smem, task, span, n, c):
     """Load keys and values of the n-th task, once those of the previous task are no longer read."""
-    k_tiles, v_tiles = kv_smem
-    kv_full, kv_empty = bars
-    b, memory_b, kv_h, tile, task = place[:5]
     kv_start, kv_len = span[2:]
-    mbarrier.wait(kv_empty, (n & 1) ^ 1)
-    mbarrier.expect(kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
+    mbarrier.wait(smem.kv_empty, (n & 1) ^ 1)
+    mbarrier.expect(smem.kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
-        half_first = tile * c.TILE_KV + half * ROWS
-        load_pieces(k, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(k_tiles, half), c.JAGGED)
-        load_pieces(v, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(v_tiles, half), c.JAGGED)
+        half_first = task.tile * c.TILE_KV + half * ROWS
+        tile = tile_pieces(smem.k_tiles, half)
+        load_pieces(sources.k, task.memory_b, task.h, half_first, kv_start, kv_len, smem.kv_full, tile, c.JAGGED)
+        tile = tile_pieces(smem.v_tiles, half)
+        load_pieces(sources.v, task.memory_b, task.h, half_first, kv_start, kv_len, smem.kv_full, tile, c.JAGGED)
 
 
 @gluon.jit
-def fused_producer(sources, kv_smem, buffers, bars, queue, order, spans, size, pitch, table, c):
+def fused_producer(sources, smem, queue, order, params, pitch, c):
     """Producer warp: for task after task K and V once, and each query tile for all heads that share them in turn.
     The first queries are requested before K and V, whose buffers are free only when the previous task is done."""
-    q, do, lse, delta, k, v = sources
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
-    kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
+    size, spans, table = params.size, params.spans, params.table
     group = group_members(size, c)
     tickets = decode(size.batch) * decode(size.heads) * decode(size.tasks)
     tasks = 0
@@ -86,33 +135,32 @@ def fused_producer(sources, kv_smem, buffers, bars, queue, order, spans, size, p
     # with ROUND, key tiles wait for key tiles of later programs, so each has a program of its own
     ticket = gl.program_id(0) if c.ROUND else broadcast_ticket(fetch_ticket(order.turns, False))
     while ticket < tickets:
-        place = find_key_task(ticket, order, size, spans, c)
-        b, memory_b, kv_h, tile, task = place[:5]
-        if b >= 0:
-            span = sequence_span(place, spans, size, c)
+        task = find_key_task(ticket, order, size, spans, c)
+        if task.b >= 0:
+            span = sequence_span(task, spans, size, c)
             q_start, q_len, kv_start, kv_len = span
-            runs = find_query_runs(table, order.ranks, place, kv_h * group, q_len, kv_len, c)
-            push_task(queue, tasks, place, runs)
+            runs = find_query_runs(table, order.ranks, task, task.h * group, q_len, kv_len, c)
+            push_task(queue, tasks, task, runs)
             count = count_query_tiles(runs) * group
             if count == 0:
-                load_keys(k, v, kv_smem, kv_bars, place, span, tasks, c)
+                load_keys(sources, smem, task, span, tasks, c)
             for i in range(0, count):
                 n = before + i
-                h = kv_h * group + i % group
+                h = task.h * group + i % group
                 here = nth_tile(table, runs, i // group, c) * c.TILE_Q
-                at = row_line(b, memory_b, h, decode(size.heads) * group, q_start, pitch, c) + here
+                at = row_line(task.b, task.memory_b, h, decode(size.heads) * group, q_start, pitch, c) + here
                 stage = n % c.STAGES
-                mbarrier.wait(empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-                ready = q_full.index(stage)
+                mbarrier.wait(smem.empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
+                ready = smem.q_full.index(stage)
                 mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-                load_pieces(q, memory_b, h, here, q_start, q_len, ready, tile_pieces(q_tiles, stage), c.JAGGED)
-                tma_load(lse, [at], ready, lse_rows.index(stage))
-                ready = do_full.index(stage)
+                load_pieces(sources.q, task.memory_b, h, here, q_start, q_len, ready, tile_pieces(smem.q_tiles, stage), c.JAGGED)
+                tma_load(sources.lse, [at], ready, smem.lse_rows.index(stage))
+                ready = smem.do_full.index(stage)
                 mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
-                load_pieces(do, memory_b, h, here, q_start, q_len, ready, tile_pieces(do_tiles, stage), c.JAGGED)
-                tma_load(delta, [at], ready, delta_rows.index(stage))
+                load_pieces(sources.do, task.memory_b, h, here, q_start, q_len, ready, tile_pieces(smem.do_tiles, stage), c.JAGGED)
+                tma_load(sources.delta, [at], ready, smem.delta_rows.index(stage))
                 if i == 0:
-                    load_keys(k, v, kv_smem, kv_bars, place, span, tasks, c)
+                    load_keys(sources, smem, task, span, tasks, c)
             before += count
             tasks += 1
         ticket = tickets if c.ROUND else broadcast_ticket(fetch_ticket(order.turns, False))
@@ -138,17 +186,12 @@ def begin_dq_share(ds_tiles, k_tiles, parity, opaque, c, half: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_fused(
-    sums, kv_smem, buffers, bars, at, run, n, table, group, scale, dropout_params, env, aux, c,
-    half: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr, functions, MASKED: gl.constexpr):
     """Accumulate one run of query tiles into (dk, dv) of 64 keys, and hand over their shares of dq. MASKED tiles may also overhang."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     dk, dv = sums
-    k_tiles, v_tiles = kv_smem
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
-    kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
-    b, h, kv_idx, q_len, kv_len, first, query_bounds, before = at
+    table, group, query_bounds = params.table, key_ctx.group, key_ctx.query_bounds
+    b, h, kv_idx, q_len, kv_len, aux = key_ctx.b, key_ctx.h, key_ctx.kv_idx, key_ctx.q_len, key_ctx.kv_len, key_ctx.aux
     line, last, count = run
     MASKS_AFTER: gl.constexpr = c.BOUNDED or c.MASK_BITS
     MASK: gl.constexpr = MASKED and c.MODE != "all"
@@ -162,31 +205,31 @@ def accumulate_fused(
         parity = n % 2
         # recompute the addresses of K and V for each tile: hoisted, they would take registers that are not there
         opaque = opaque_value(0)
-        queries = tile_pieces(q_tiles, stage)
-        douts = tile_pieces(do_tiles, stage)
+        queries = tile_pieces(smem.q_tiles, stage)
+        douts = tile_pieces(smem.do_tiles, stage)
         # S^T = K Q^T and dP^T = V dO^T, both asynchronous
-        mbarrier.wait(q_full.index(stage), phase)
-        s = begin_scores(tile_pieces(k_tiles, half + opaque), queries, zero, False)
-        mbarrier.wait(do_full.index(stage), phase)
-        dp = begin_scores(tile_pieces(v_tiles, half + opaque), douts, zero, False)
+        mbarrier.wait(smem.q_full.index(stage), phase)
+        s = begin_scores(tile_pieces(smem.k_tiles, half + opaque), queries, zero, False)
+        mbarrier.wait(smem.do_full.index(stage), phase)
+        dp = begin_scores(tile_pieces(smem.v_tiles, half + opaque), douts, zero, False)
         if MASKED and c.MASK_BITS:
             words = load_mask_bits(table.bits + ((line * decode(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         if c.DROPOUT:
-            drops = drops_by_key(first, tile * c.TILE_Q, b, h + i % group, dropout_params, c.TILE_Q, c.DROPOUT_QUERIES)
+            drops = drops_by_key(key_ctx.first, tile * c.TILE_Q, b, h + i % group, key_ctx.dropout, c.TILE_Q, c.DROPOUT_QUERIES)
         if EARLY:
-            lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
+            lse2 = smem.lse_rows.index(stage).load(gl.SliceLayout(0, S))
         s = warpgroup_mma_wait(len(douts), deps=[s])
         q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
         if not EARLY:
-            lse2 = lse_rows.index(stage).load(gl.SliceLayout(0, S))
+            lse2 = smem.lse_rows.index(stage).load(gl.SliceLayout(0, S))
         # P^T = exp2(S^T - lse), masked; dropped weights get a negative sign
         if c.AFFINE:
-            row_bias, query_slope = both(b, h, tile * c.TILE_Q, kv_idx, q_len, kv_len, env, aux)
+            row_bias, query_slope = functions.both(b, h, tile * c.TILE_Q, kv_idx, q_len, kv_len, params.env, aux)
             lse2 = gl.expand_dims(add_affine_columns(lse2, query_slope), 0) - row_bias
         else:
             lse2 = gl.expand_dims(lse2, 0)
-        where = (b, h, q_idx, kv_idx, q_len, kv_len, tile)
-        p, slope = recompute_weights(s, lse2, where, scale, env, aux, c, both, mask, MASK and not MASKS_AFTER, MASKED and not MASKS_AFTER)
+        position = Position(b, h, q_idx, kv_idx, q_len, kv_len, tile, aux)
+        p, slope = recompute_weights(s, lse2, position, params, c, functions, MASK and not MASKS_AFTER, MASKED and not MASKS_AFTER)
         if MASKED and c.BOUNDED:
             p = zero_outside(p, query_bounds[0] - tile * c.TILE_Q, query_bounds[1] - tile * c.TILE_Q)
         elif MASKED and c.MASK_BITS:
@@ -196,77 +239,69 @@ def accumulate_fused(
         p_half = round_weights(p, douts[0].dtype, c)
         dscore_scaled = scale_dscore(p, slope, c, MASKED)
         if EARLY:
-            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         # dS^T = P^T * slope * (dP^T - delta)
         dp = warpgroup_mma_wait(0, deps=[dp])
         if not EARLY:
-            delta = gl.expand_dims(delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         if c.DROPOUT:
             ds = (gl.maximum(p, 0.0) * dp - gl.abs(p) * delta).to(queries[0].dtype)
         else:
             ds = (dscore_scaled * (dp - delta)).to(queries[0].dtype)
         # this buffer was read for tile n - 2; both warpgroups finished that before they arrived for tile n - 1
-        ds_tiles.index(parity * 2 + half).store(ds)
+        smem.ds_tiles.index(parity * 2 + half).store(ds)
         # dV += P^T dO runs while the warpgroups wait for each other's dS
         dv = begin_pv(p_half, douts, dv)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(parity), count=1)
+        mbarrier.arrive(smem.ds_full.index(parity), count=1)
         if c.DEFERS_DQ:
             # the fence above also covers the previous tile's share: hand it over now
-            mbarrier.arrive(share_bars[0].index(1 - parity), count=1, pred=n > before)
-        mbarrier.wait(ds_full.index(parity), (n // 2) & 1)
+            mbarrier.arrive(smem.share_full.index(1 - parity), count=1, pred=n > key_ctx.before)
+        mbarrier.wait(smem.ds_full.index(parity), (n // 2) & 1)
         # this warpgroup's half of dQ = dS K, then dK += dS^T Q
-        share = begin_dq_share(ds_tiles, k_tiles, parity, opaque, c, half)
+        share = begin_dq_share(smem.ds_tiles, smem.k_tiles, parity, opaque, c, half)
         dk = begin_pv(ds, queries, dk)
         results = warpgroup_mma_wait(len(dk), deps=(share,) + dv)
         share, dv = results[0], results[1:]
-        store_dq_share(shares, share, share_bars, n, half)
+        store_dq_share(smem.shares, share, smem.share_empty, n, half)
         if not c.DEFERS_DQ:
             fence_async_shared()
-            mbarrier.arrive(share_bars[0].index(parity), count=1)
+            mbarrier.arrive(smem.share_full.index(parity), count=1)
         dk = wait_accumulators(dk)
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(smem.empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
 
 @gluon.jit
-def fused_consumer(
-    half: gl.constexpr, kv_smem, buffers, bars, outputs, queue, params, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
-):  # fmt: skip
+def fused_consumer(half: gl.constexpr, smem, outputs, queue, params, c, functions, bounds: gl.constexpr):
     """One warpgroup: for task after task dk and dv of 64 keys, and half of each share of dq."""
     tasks = 0
     before = 0
     while has_task(queue, tasks, 4):
-        place, runs = pop_task(queue, tasks, c, 4)
-        before = accumulate_task(half, kv_smem, buffers, bars, outputs, place, runs, tasks, before, params, c, pre, both, mask, bounds)
+        before = accumulate_task(half, smem, outputs, pop_task(queue, tasks, c, 4), tasks, before, params, c, functions, bounds)
         tasks += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def accumulate_task(
-    half: gl.constexpr, kv_smem, buffers, bars, outputs, place, runs, tasks, before, params, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
-):  # fmt: skip
-    """Compute one task; `tasks` tasks and `before` query tiles preceded it. Returns the number of query tiles so far."""
+def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, params, c, functions, bounds: gl.constexpr):
+    """Compute one task, (task, its query runs); `tasks` tasks and `before` query tiles preceded it. Returns the number of query tiles so
+    far."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     # stage dk and dv in the dS buffers if they fit: K and V of the next task then load while dk and dv are stored
     REUSES_DS: gl.constexpr = c.TILE_Q >= c.D_PAD + c.DV_PAD
-    spans, size, table, scale, numbers, env = params
+    size, scale, env = params.size, params.scale, params.env
     dk_out, dv_out = outputs
-    k_tiles, v_tiles = kv_smem
-    q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares = buffers
-    kv_bars, q_full, do_full, empty, ds_full, share_bars = bars
-    b, memory_b, kv_h, tile, task = place[:5]
-    q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
+    task, runs = key_task
+    b, memory_b, kv_h, tile = task.b, task.memory_b, task.h, task.tile
+    q_start, q_len, kv_start, kv_len = sequence_span(task, params.spans, size, c)
     first = tile * c.TILE_KV
     half_first = first + half * ROWS
     kv_idx = half_first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
     dk = zero_accumulators(ROWS, c.D_PAD)
     dv = zero_accumulators(ROWS, c.DV_PAD)
-    mbarrier.wait(kv_bars[0], tasks & 1)
+    mbarrier.wait(smem.kv_full, tasks & 1)
     if REUSES_DS:
         # the previous task's dk and dv, staged in the dS buffers, must have been read by TMA
         tma.store_wait(0)
@@ -275,54 +310,47 @@ def accumulate_task(
     group = group_members(size, c)
     # a mask that depends on the head is only taken with one query head per key head
     h = kv_h * group
-    aux = pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
+    aux = functions.pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
     query_bounds = 0
     if c.BOUNDED:
         keys = half_first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
         first_query, last_query = bounds(b, h, gl.minimum(keys, kv_len - 1), q_len, kv_len, env)
         query_bounds = (first_query, gl.where(keys < kv_len, last_query, -1))
-    at = (b, h, kv_idx, q_len, kv_len, half_first, query_bounds, before)
-    dropout_params = load_dropout_params(numbers, c)
-    line, high_last, high, full_last, full, low_last, low = runs[:7]
-    wrap_last, wrap = (runs[7], runs[8]) if c.ROUND else (full_last, 0)
+    dropout = load_dropout_params(params.numbers, c)
+    key_ctx = FusedContext(b, h, kv_idx, q_len, kv_len, half_first, query_bounds, before, group, aux, dropout)
+    wrap_last, wrap = (runs.wrap_last, runs.wrap) if c.ROUND else (runs.full_last, 0)
     # a masked run, a full one, a masked one, and with ROUND a full one: a loop over both pairs, so that the code is there once
     for part in range(0, 2):
-        run = (line, gl.where(part == 0, high_last, low_last), gl.where(part == 0, high, low))
-        dk, dv, n = accumulate_fused(
-            (dk, dv), kv_smem, buffers, bars, at, run, n, table, group, scale, dropout_params, env, aux, c, half, both, mask, True
-        )
-        run = (line, gl.where(part == 0, full_last, wrap_last), gl.where(part == 0, full, wrap))
-        dk, dv, n = accumulate_fused(
-            (dk, dv), kv_smem, buffers, bars, at, run, n, table, group, scale, dropout_params, env, aux, c, half, both, mask, False
-        )
+        run = (runs.row, gl.where(part == 0, runs.high_last, runs.low_last), gl.where(part == 0, runs.high, runs.low))
+        dk, dv, n = accumulate_fused((dk, dv), n, smem, key_ctx, run, params, c, half, functions, True)
+        run = (runs.row, gl.where(part == 0, runs.full_last, wrap_last), gl.where(part == 0, runs.full, wrap))
+        dk, dv, n = accumulate_fused((dk, dv), n, smem, key_ctx, run, params, c, half, functions, False)
     if c.DEFERS_DQ:
         fence_async_shared()
-        mbarrier.arrive(share_bars[0].index((n + 1) % 2), count=1, pred=n > before)
+        mbarrier.arrive(smem.share_full.index((n + 1) % 2), count=1, pred=n > before)
     dk = scale_accumulators(dk, scale)
     if REUSES_DS:
-        mbarrier.arrive(kv_bars[1], count=1)
+        mbarrier.arrive(smem.kv_empty, count=1)
         # these buffers were last read by the products of the last tile but one, which both warpgroups have finished
-        free = view_smem(ds_tiles.index(n % 2 * 2 + half), ds_tiles.dtype, [c.TILE_Q // c.D_PAD, ROWS, c.D_PAD], smem_layout(ROWS, c.D_PAD))
+        buffer = smem.ds_tiles.index(n % 2 * 2 + half)
+        free = view_smem(buffer, buffer.dtype, [c.TILE_Q // c.D_PAD, ROWS, c.D_PAD], smem_layout(ROWS, c.D_PAD))
         store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, (free.index(0),), dv, c.JAGGED)
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, (free.index(1),), dk, c.JAGGED)
     else:
         # stage both in this warpgroup's half of V, which no one else reads; the other warpgroup may still read K for dq
-        v = tile_pieces(v_tiles, half)
+        v = tile_pieces(smem.v_tiles, half)
         store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, v, dv, c.JAGGED)
         tma.store_wait(0)
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, v, dk, c.JAGGED)
         tma.store_wait(0)
         # all threads must be done before one arrives
         thread_barrier()
-        mbarrier.arrive(kv_bars[1], count=1)
+        mbarrier.arrive(smem.kv_empty, count=1)
     return n
 
 
 @gluon.jit
-def attention_gradients(
-    q, k, v, do, lse, delta, pitch, dq, dk, dv, order, size, spans, table, scale, numbers, env, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr, bounds: gl.constexpr,
-):  # fmt: skip
+def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_params, c, functions, bounds: gl.constexpr):
     """dq, dk and dv of key tile after key tile. Shapes are in the legend above; `lse` and `delta` are laid out by
     `bwd_preprocess.begin_gradients`.
 
@@ -338,23 +366,23 @@ def attention_gradients(
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     share_boxes = gl.allocate_shared_memory(gl.float32, [2, dq.block_shape[0], SHARE_LINE], dq.layout)
     shares = view_smem(share_boxes, gl.float32, [4, dq.block_shape[0] * SHARE_LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    share_bars = (make_barriers(2, 2), make_barriers(2, 1))
-    bars = (
-        (make_barriers(1, 1).index(0), make_barriers(1, 2).index(0)), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1),
-        make_barriers(c.STAGES, 2), make_barriers(2, 2), share_bars,
-    )  # fmt: skip
+    share_full = make_barriers(2, 2)
+    share_empty = make_barriers(2, 1)
+    kv_full = make_barriers(1, 1).index(0)
+    kv_empty = make_barriers(1, 2).index(0)
+    bars = (kv_full, kv_empty, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), make_barriers(2, 2))
+    smem = FusedSmem(k_tiles, v_tiles, q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares, *bars, share_full, share_empty)
     queue = allocate_task_queue()
     fence_async_shared()
-    kv_smem = (k_tiles, v_tiles)
-    buffers = (q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares)
-    params = (spans, size, table, scale, numbers, env)
+    sources = KeySources(q, do, lse, delta, k, v)
+    share_bars = (share_full, share_empty)
     gl.warp_specialize(
         [
-            (fused_consumer, (0, kv_smem, buffers, bars, (dk, dv), queue, params, c, pre, both, mask, bounds)),
-            (fused_consumer, (1, kv_smem, buffers, bars, (dk, dv), queue, params, c, pre, both, mask, bounds)),
-            (fused_producer, ((q, do, lse, delta, k, v), kv_smem, buffers, bars, queue, order, spans, size, pitch, table, c)),
-            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, spans, size, table, c, 0)),
-            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, spans, size, table, c, 1)),
+            (fused_consumer, (0, smem, (dk, dv), queue, call_params, c, functions, bounds)),
+            (fused_consumer, (1, smem, (dk, dv), queue, call_params, c, functions, bounds)),
+            (fused_producer, (sources, smem, queue, order, call_params, pitch, c)),
+            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 0)),
+            (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 1)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

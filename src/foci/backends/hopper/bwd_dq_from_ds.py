@@ -13,7 +13,7 @@ own on, and two key tiles share a row (`ds_rows`): half the memory. What was not
 past the end, which are not stored.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import HEAD_GROUP, decode, nth_head_task
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, tma_store, warpgroup_mma
@@ -31,6 +31,35 @@ class HeadChunk(NamedTuple):
     first: int  # first head
     heads: int  # number of heads
     tiles: int  # query tiles of 128
+
+
+class DsStore(NamedTuple):
+    """Scratch that a task of dk and dv stores its dS to."""
+
+    ds_scratch: Any
+    staged: Any  # staging tiles in shared memory
+    chunk: Any  # `HeadChunk`
+    head: Any  # number of the head in the chunk
+
+
+class DsTarget(NamedTuple):
+    """Part of the scratch for the dS of 64 keys and one query head."""
+
+    ds_scratch: Any
+    staged: Any
+    head: Any
+    row: Any  # of the first key in the scratch
+    first_query: Any  # query of that row's first column
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries of a chunk of heads."""
+
+    b: Any
+    h: Any
+    slot: Any  # number of the head in the chunk
+    first: Any  # first query
+    group: Any  # query heads that share keys
 
 
 @gluon.jit
@@ -60,12 +89,11 @@ def ds_rows(chunk, key, c):
 
 @gluon.jit
 def ds_layouts(ds_store, member, group, key, c):
-    """Where `store_ds` stores 64 keys of a member of the head's group. `ds_store` is (ds_scratch, staging tiles in shared memory, chunk,
-    number of the head in it), or empty if dS is not stored; then so is the result."""
+    """Where `store_ds` stores 64 keys of a member of the head's group: a `DsTarget`. `ds_store` is a `DsStore`, or empty if dS is not
+    stored; then so is the result."""
     if len(ds_store) > 0:
-        ds_scratch, staged, chunk, head = ds_store
-        row, first_query = ds_rows(chunk, key, c)
-        return ds_scratch, staged, head * group + member, row, first_query
+        row, first_query = ds_rows(ds_store.chunk, key, c)
+        return DsTarget(ds_store.ds_scratch, ds_store.staged, ds_store.head * group + member, row, first_query)
     else:
         return ds_store
 
@@ -74,17 +102,16 @@ def ds_layouts(ds_store, member, group, key, c):
 def begin_store_ds(ds_target, tile, query, values):
     """Write dS, [64 keys, queries], to a staging tile and begin its TMA store. Its fence also lets later TMA loads overwrite what was read
     from shared memory before."""
-    ds_scratch, staged, head, row, first_query = ds_target
     tile.store(values)
     fence_async_shared()
-    tma_store(ds_scratch, [0, head, row, query - first_query], reshape_to_box(tile, False))
+    tma_store(ds_target.ds_scratch, [0, ds_target.head, ds_target.row, query - ds_target.first_query], reshape_to_box(tile, False))
 
 
 @gluon.jit
 def store_ds(ds_target, n, query, values):
     """Store dS through the n-th staging tile, of two in turn: at most one earlier store may still read its tile."""
     tma.store_wait(1)
-    begin_store_ds(ds_target, ds_target[1].index(n), query, values)
+    begin_store_ds(ds_target, ds_target.staged.index(n), query, values)
 
 
 @gluon.jit
@@ -92,7 +119,6 @@ def ds_producer(ds_scratch, k, tiles, bars, place, chunk, count, c):
     """Producer warp: a tile of dS and one of K per stage."""
     ds_tiles, k_tiles = tiles
     full, empty = bars
-    b, h, slot, first, group = place
     for i in range(0, count):
         stage = i % c.STAGES
         mbarrier.wait(empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
@@ -102,11 +128,11 @@ def ds_producer(ds_scratch, k, tiles, bars, place, chunk, count, c):
         for half in gl.static_range(2):
             tma_load(
                 ds_scratch,
-                [0, slot, row, first - first_query + half * ROWS],
+                [0, place.slot, row, place.first - first_query + half * ROWS],
                 ready,
                 reshape_to_box(ds_tiles.index(stage * 2 + half), False),
             )
-        load_pieces(k, b, h // group, i * c.TILE_KV, 0, 0, ready, tile_pieces(k_tiles, stage), False)
+        load_pieces(k, place.b, place.h // place.group, i * c.TILE_KV, 0, 0, ready, tile_pieces(k_tiles, stage), False)
 
 
 @gluon.jit
@@ -123,8 +149,7 @@ def ds_consumer(half: gl.constexpr, tiles, bars, dq, place, count, scale, c):
     """One warpgroup: dq of 64 queries, one product in flight."""
     ds_tiles, k_tiles, out_tiles = tiles
     full, empty = bars
-    b, h, slot, first, group = place
-    half_first = first + half * ROWS
+    half_first = place.first + half * ROWS
     dq_sums = zero_accumulators(ROWS, c.D_PAD)
     if c.MODE == "causal":
         # dS of later keys was not written
@@ -138,7 +163,7 @@ def ds_consumer(half: gl.constexpr, tiles, bars, dq, place, count, scale, c):
         mbarrier.arrive(empty.index((i + c.STAGES - 1) % c.STAGES), count=1, pred=i > 0)
     dq_sums = wait_accumulators(dq_sums)
     mbarrier.arrive(empty.index((count + c.STAGES - 1) % c.STAGES), count=1)
-    store_pieces(dq, b, h, half_first, 0, 0, tile_pieces(out_tiles, half), scale_accumulators(dq_sums, scale), False)
+    store_pieces(dq, place.b, place.h, half_first, 0, 0, tile_pieces(out_tiles, half), scale_accumulators(dq_sums, scale), False)
     tma.store_wait(0)
 
 
@@ -155,7 +180,7 @@ def attention_kept_gradient(ds_scratch, k, dq, size, chunk, scale, c):
     out_tiles = allocate_tiles(k.dtype, 2, ROWS, c.D_PAD)
     bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
     fence_async_shared()
-    place = (b, h, slot, first, decode(size.group))
+    place = QueryTile(b, h, slot, first, decode(size.group))
     gl.warp_specialize(
         [
             (ds_consumer, (0, (ds_tiles, k_tiles, out_tiles), bars, dq, place, count, scale, c)),

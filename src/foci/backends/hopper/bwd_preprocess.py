@@ -7,12 +7,39 @@ out, dout                     [B, Hq, Sq, Dv]
 lse, dlse, lse2, delta        [B, Hq, Sq] float32: logsumexp, its gradient or None, logsumexp in base 2, sum(out * dout) - dlse
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from foci.backends.gpu.backward import prepare_row_stats
 from foci.backends.gpu.tiles import PackedRows, clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
 from foci.backends.hopper.dq_semaphore import slot_size
+
+
+class RowInputs(NamedTuple):
+    """Tensors that row statistics are made of, see the legend above."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+
+
+class Counters(NamedTuple):
+    """Counters that a later kernel expects to be zero."""
+
+    turns: Any  # int32, or None
+    count: int  # their number, encoded
+
+
+class Heads(NamedTuple):
+    """Sizes of the heads, sequences in them, and how padded row statistics are laid out."""
+
+    size: Any
+    kv_heads: int  # encoded
+    spans: Any
+    pitch: int  # elements of a head in padded row statistics, encoded
 
 
 @triton.jit
@@ -31,18 +58,20 @@ def clear_head_gaps(grads, strides, size, kv_heads, spans, h, c):
 
 
 @triton.jit
-def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads, strides, size, kv_heads, spans, pitch, c):
+def begin_gradients(inputs, rows, lines, keep, counters, grads, strides, heads, c):
     """Prepare the other backward kernels, in one launch. A task is 128 rows of a head; program (task, n) takes the n-th TILE_Q of them.
 
     Args:
         rows: (lse2, delta) to fill, see `prepare_row_stats`.
         lines: (lse2, delta) as TMA loads them, whose rows must begin at multiples of 16 bytes: each sequence padded to a multiple of 128
-            rows (inf and 0), or `rows` themselves. `pitch`: elements of a head.
+            rows (inf and 0), or `rows` themselves.
         keep: None, or dropout's factor of kept weights. It is folded into the padded lse2, so that recomputed weights contain it, and
             divided out of the padded delta.
-        turns: None, or `count` integers to zero.
         grads: (dq, dk, dv), any of them None; rows of them that belong to no sequence become zeros.
     """
+    size, spans, pitch = heads.size, heads.spans, heads.pitch
+    out, dout, lse, dlse = inputs
+    turns, count = counters
     if turns is not None:
         n = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         for start in range(n * 128, decode(count), tl.num_programs(0) * tl.num_programs(1) * 128):
@@ -51,7 +80,7 @@ def begin_gradients(out, dout, lse, dlse, rows, lines, keep, turns, count, grads
     b, memory_b, h, task, tile = find_task(size, spans, c, False)
     if c.JAGGED and b < 0:
         if tile == 0 and tl.program_id(1) == 0:
-            clear_head_gaps(grads, strides, size, kv_heads, spans, h, c)
+            clear_head_gaps(grads, strides, size, heads.kv_heads, spans, h, c)
         return
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     lse2, delta = rows

@@ -29,6 +29,7 @@ from foci.backends.hopper.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
@@ -44,34 +45,78 @@ class SplitKVPartials(NamedTuple):
     tiles: Any  # key tiles of a program; the last one has what is left
 
 
+class ShortQSmem(NamedTuple):
+    """Tiles in shared memory, and barriers."""
+
+    q_do: Any  # tiles of q, tiles of do
+    k_tiles: Any
+    v_tiles: Any
+    q_full: Any
+    k_full: Any  # barriers of each stage
+    v_full: Any
+    empty: Any
+    exchange_full: Any  # of two tiles of keys
+    exchange: Any  # see the legend above
+    out: Any  # a staging tile for each warpgroup
+
+
+class KeySpan(NamedTuple):
+    """A head, and the tiles of its keys that a program loops over."""
+
+    b: Any
+    h: Any
+    q_len: Any
+    kv_len: Any
+    first_tile: Any
+    count: Any
+
+
+class ShortQContext(NamedTuple):
+    """A warpgroup's 64 queries, and the keys of the program."""
+
+    q_idx: Any  # [64, 1], as are lse2 and delta
+    lse2: Any
+    delta: Any
+    aux: Any  # from the function `pre`
+    span: Any  # `KeySpan`
+
+
+class ShortQParams(NamedTuple):
+    """Values that a program reads besides tensors."""
+
+    heads: Any
+    slot: Any  # number of the program
+    scale: Any
+    env: Any
+
+
 @gluon.jit
-def short_q_producer(sources, q_do_smem, buffers, bars, at, c):
+def short_q_producer(sources, smem, span, c):
     """Producer warp: q and do once, then K and V tile by tile."""
     q, do, k, v = sources
-    q_tiles, do_tiles = q_do_smem
-    k_tiles, v_tiles = buffers
-    q_full, k_full, v_full, empty, exchange_full = bars
-    b, h, q_len, kv_len, first_tile, count = at
-    mbarrier.expect(q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
+    q_tiles, do_tiles = smem.q_do
+    b, h, q_len, kv_len, first_tile, count = span
+    mbarrier.expect(smem.q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
     for half in gl.static_range(2):
-        load_pieces(q, b, h, half * ROWS, 0, q_len, q_full, tile_pieces(q_tiles, half), c.JAGGED)
-        load_pieces(do, b, h, half * ROWS, 0, q_len, q_full, tile_pieces(do_tiles, half), c.JAGGED)
+        load_pieces(q, b, h, half * ROWS, 0, q_len, smem.q_full, tile_pieces(q_tiles, half), c.JAGGED)
+        load_pieces(do, b, h, half * ROWS, 0, q_len, smem.q_full, tile_pieces(do_tiles, half), c.JAGGED)
     for i in range(0, count):
         stage = i % c.STAGES
-        mbarrier.wait(empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
-        mbarrier.expect(k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        load_pieces(k, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, k_full.index(stage), tile_pieces(k_tiles, stage), c.JAGGED)
-        mbarrier.expect(v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        load_pieces(v, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, v_full.index(stage), tile_pieces(v_tiles, stage), c.JAGGED)
+        mbarrier.wait(smem.empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
+        mbarrier.expect(smem.k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
+        load_pieces(k, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, smem.k_full.index(stage), tile_pieces(smem.k_tiles, stage), c.JAGGED)
+        mbarrier.expect(smem.v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
+        load_pieces(v, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, smem.v_full.index(stage), tile_pieces(smem.v_tiles, stage), c.JAGGED)
 
 
 @gluon.jit
-def begin_dk_dv(exchange, rows, n, exchange_full, opaque, c):
+def begin_dk_dv(smem, half: gl.constexpr, n, opaque, c):
     """Begin dv = P^T dO, or dk = dS^T Q, of the n-th tile of keys, over the queries of both warpgroups: two products per piece.
 
     For n = -1 it multiplies whatever is in the buffers; the caller drops that result.
     """
-    mbarrier.wait(exchange_full.index(n & 1), (n >> 1) & 1)
+    exchange, rows = smem.exchange[half], smem.q_do[1 - half]
+    mbarrier.wait(smem.exchange_full.index(n & 1), (n >> 1) & 1)
     first, second = exchange.index((n & 1) * 2).permute((1, 0)), exchange.index((n & 1) * 2 + 1).permute((1, 0))
     none = zero_accumulators(c.TILE_KV, c.D_PAD)
     pending = ()
@@ -82,28 +127,24 @@ def begin_dk_dv(exchange, rows, n, exchange_full, opaque, c):
 
 
 @gluon.jit
-def store_dk_dv(target, out_tile, dkv, n, at, factor, c):
-    """Begin a TMA store of dv or dk of the n-th tile of keys, once the previous store has read the staging tile."""
-    b, h, q_len, kv_len, first_tile, count = at
+def store_dk_dv(output, dkv, n, span, c):
+    """Begin a TMA store of dv or dk of the n-th tile of keys, once the previous store has read the staging tile. `output`: (target, staging
+    tile, factor)."""
+    target, out_tile, factor = output
     tma.store_wait(0)
     thread_barrier()
-    store_pieces(target, b, h, (first_tile + n) * c.TILE_KV, 0, kv_len, out_tile, scale_accumulators(dkv, factor), c.JAGGED)
+    row = (span.first_tile + n) * c.TILE_KV
+    store_pieces(target, span.b, span.h, row, 0, span.kv_len, out_tile, scale_accumulators(dkv, factor), c.JAGGED)
 
 
 @gluon.jit
-def accumulate_short_q(
-    dq, q_do_smem, buffers, bars, exchange, output, rows, at, run, scale, env, aux, c, half: gl.constexpr, both: gl.constexpr,
-    mask: gl.constexpr, EDGE: gl.constexpr,
-):  # fmt: skip
+def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.constexpr, functions, EDGE: gl.constexpr):
     """Accumulate key tiles into dq of 64 queries, and store dv or dk of the tile before each. EDGE: some positions may not exist."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
-    q_tiles, do_tiles = q_do_smem
-    k_tiles, v_tiles = buffers
-    q_full, k_full, v_full, empty, exchange_full = bars
-    target, out_tile, factor = output
-    lse2, delta, q_idx = rows
-    b, h, q_len, kv_len, first_tile, count = at
-    first, end = run
+    q_tiles, do_tiles = smem.q_do
+    q_idx, lse2, delta, aux, span = query_ctx
+    b, h, q_len, kv_len, first_tile, count = span
+    first, end = steps
     zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, S)
     for i in range(first, end):
         stage = i % c.STAGES
@@ -111,57 +152,53 @@ def accumulate_short_q(
         slot = (i & 1) * 2 + half
         # recompute the addresses of q and do for each tile: hoisted, they would take registers through the loop
         opaque = opaque_value(0)
-        keys = tile_pieces(k_tiles, stage)
+        keys = tile_pieces(smem.k_tiles, stage)
         # S = Q K^T and dP = dO V^T, and dv or dk of the previous tile, all asynchronous
-        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(smem.k_full.index(stage), phase)
         s = begin_scores(tile_pieces(q_tiles, half + opaque), keys, zero, False)
-        mbarrier.wait(v_full.index(stage), phase)
-        dp = begin_scores(tile_pieces(do_tiles, half + opaque), tile_pieces(v_tiles, stage), zero, False)
-        dkv = begin_dk_dv(exchange[half], q_do_smem[1 - half], i - 1, exchange_full, opaque, c)
+        mbarrier.wait(smem.v_full.index(stage), phase)
+        dp = begin_scores(tile_pieces(do_tiles, half + opaque), tile_pieces(smem.v_tiles, stage), zero, False)
+        dkv = begin_dk_dv(smem, half, i - 1, opaque, c)
         s = warpgroup_mma_wait(len(keys) + 2 * len(dkv), deps=[s])
         # P = exp2(S - lse), masked
         kv_idx = (first_tile + i) * c.TILE_KV + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
-        p, slope = recompute_weights(
-            s, lse2, (b, h, q_idx, kv_idx, q_len, kv_len, first_tile + i), scale, env, aux, c, both, mask, False, EDGE
-        )
+        position = Position(b, h, q_idx, kv_idx, q_len, kv_len, first_tile + i, aux)
+        p, slope = recompute_weights(s, lse2, position, params, c, functions, False, EDGE)
         # this buffer was read for tile i - 2; both warpgroups finished that before they handed over tile i - 1
-        exchange[0].index(slot).store(p.to(keys[0].dtype))
+        smem.exchange[0].index(slot).store(p.to(keys[0].dtype))
         dscore_scaled = scale_dscore(p, slope, c, EDGE)
         # dS = P * slope * (dP - delta), then dQ += dS K
         dp = warpgroup_mma_wait(2 * len(dkv), deps=[dp])
         ds = (dscore_scaled * (dp - delta)).to(keys[0].dtype)
-        exchange[1].index(slot).store(ds)
+        smem.exchange[1].index(slot).store(ds)
         dq = begin_pv(ds, keys, dq)
         dkv = wait_accumulators(dkv, len(keys))
         fence_async_shared()
-        mbarrier.arrive(exchange_full.index(i & 1), count=1)
+        mbarrier.arrive(smem.exchange_full.index(i & 1), count=1)
         if i > 0:
-            store_dk_dv(target, out_tile, dkv, i - 1, at, factor, c)
+            store_dk_dv(output, dkv, i - 1, span, c)
         dq = wait_accumulators(dq)
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(smem.empty.index(stage), count=1)
     return dq
 
 
 @gluon.jit
-def short_q_consumer(
-    half: gl.constexpr, q_do_smem, buffers, bars, exchange, out_smem, outputs, row_values, at, params, c,
-    pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr,
-):  # fmt: skip
+def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params, c, functions):
     """One warpgroup: dq of 64 queries; and dv of all keys of the program (half 0) or dk (half 1)."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
     heads, slot, scale, env = params
     dq_out, dk_out, dv_out, partials = outputs
     lse_rows, delta_rows = row_values
-    b, h, q_len, kv_len, first_tile, count = at
+    b, h, q_len, kv_len, first_tile, count = span
     row = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     head = (b * heads + h).to(gl.int64) * q_len
     # rows past the end get lse = inf, so their weights are 0
     lse2 = gl.expand_dims(gl.load(lse_rows + head + row, mask=row < q_len, other=float("inf")), 1)
     delta = gl.expand_dims(gl.load(delta_rows + head + row, mask=row < q_len, other=0.0), 1)
     q_idx = gl.expand_dims(row, 1)
-    aux = pre(b, h, gl.minimum(q_idx, q_len - 1), q_len, kv_len, scale, env)
+    aux = functions.pre(b, h, gl.minimum(q_idx, q_len - 1), q_len, kv_len, scale, env)
     dq = zero_accumulators(ROWS, c.D_PAD)
-    out_tile = tile_pieces(out_smem, half)
+    out_tile = tile_pieces(smem.out, half)
     if half == 0:
         output = (dv_out, out_tile, 1.0)
     else:
@@ -170,16 +207,12 @@ def short_q_consumer(
     if not c.PLAIN:
         # a score function may give rows past the end an infinite slope, and 0 * inf is NaN: mask them in every tile
         full = gl.where(q_len < 2 * ROWS, 0, full)
-    mbarrier.wait(bars[0], 0)
-    rows = (lse2, delta, q_idx)
-    dq = accumulate_short_q(
-        dq, q_do_smem, buffers, bars, exchange, output, rows, at, (0, full), scale, env, aux, c, half, both, mask, False
-    )
-    dq = accumulate_short_q(
-        dq, q_do_smem, buffers, bars, exchange, output, rows, at, (full, count), scale, env, aux, c, half, both, mask, True
-    )
-    dkv = wait_accumulators(begin_dk_dv(exchange[half], q_do_smem[1 - half], count - 1, bars[4], opaque_value(0), c))
-    store_dk_dv(output[0], out_tile, dkv, count - 1, at, output[2], c)
+    mbarrier.wait(smem.q_full, 0)
+    query_ctx = ShortQContext(q_idx, lse2, delta, aux, span)
+    dq = accumulate_short_q(dq, smem, output, query_ctx, (0, full), params, c, half, functions, False)
+    dq = accumulate_short_q(dq, smem, output, query_ctx, (full, count), params, c, half, functions, True)
+    dkv = wait_accumulators(begin_dk_dv(smem, half, count - 1, opaque_value(0), c))
+    store_dk_dv(output, dkv, count - 1, span, c)
     if partials is None:
         tma.store_wait(0)
         thread_barrier()
@@ -207,12 +240,10 @@ def store_dq_columns(sums, dq_piece, half: gl.constexpr, q_len, pitch, WIDTH: gl
 
 
 @gluon.jit
-def attention_few_gradients(
-    q, k, v, do, lse, delta, dq, dk, dv, partials, size, scale, env, c, pre: gl.constexpr, both: gl.constexpr, mask: gl.constexpr
-):
+def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size, scale, env, c, functions):
     """dq, dk and dv of one head, or of a part of its keys. Shapes are in the legend above.
 
-    partials: None, or `SplitKVPartials`; then dq is None.
+    row_values: (lse, delta). partials: None, or `SplitKVPartials`; then dq is None.
     """
     DTYPE: gl.constexpr = q.dtype
     q_tiles = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
@@ -223,13 +254,9 @@ def attention_few_gradients(
     # P and dS of two tiles of keys, by each warpgroup
     p_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
     ds_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
-    bars = (
-        make_barriers(1, 1).index(0),
-        make_barriers(c.STAGES, 1),
-        make_barriers(c.STAGES, 1),
-        make_barriers(c.STAGES, 2),
-        make_barriers(2, 2),
-    )
+    q_full = make_barriers(1, 1).index(0)
+    bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), make_barriers(2, 2))
+    smem = ShortQSmem((q_tiles, do_tiles), k_tiles, v_tiles, q_full, *bars, (p_smem, ds_smem), out_smem)
     fence_async_shared()
     heads = decode(size.heads)
     kv_len = decode(size.columns)
@@ -242,16 +269,15 @@ def attention_few_gradients(
         first_tile = (gl.program_id(0) - head * decode(partials.count)) * decode(partials.tiles)
         count = gl.minimum(tiles - first_tile, decode(partials.tiles))
     b = head // heads
-    at = (b, head - b * heads, decode(size.rows), kv_len, first_tile, count)
-    q_do_smem, buffers, exchange, rows = (q_tiles, do_tiles), (k_tiles, v_tiles), (p_smem, ds_smem), (lse, delta)
-    params = (heads, gl.program_id(0), scale, env)
+    span = KeySpan(b, head - b * heads, decode(size.rows), kv_len, first_tile, count)
+    params = ShortQParams(heads, gl.program_id(0), scale, env)
     outputs = (dq, dk, dv, partials)
     gl.warp_specialize(
         [
-            (short_q_consumer, (0, q_do_smem, buffers, bars, exchange, out_smem, outputs, rows, at, params, c, pre, both, mask)),
-            (short_q_consumer, (1, q_do_smem, buffers, bars, exchange, out_smem, outputs, rows, at, params, c, pre, both, mask)),
-            (short_q_producer, ((q, do, k, v), q_do_smem, buffers, bars, at, c)),
+            (short_q_consumer, (0, smem, outputs, row_values, span, params, c, functions)),
+            (short_q_consumer, (1, smem, outputs, row_values, span, params, c, functions)),
+            (short_q_producer, ((q, do, k, v), smem, span, c)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -4,18 +4,48 @@
 The producer is one task ahead: finding a task and loading its first queries overlap with the products of the previous task.
 """
 
+from typing import Any, NamedTuple
+
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier
+from foci.backends.hopper.kernel_args import PackedTask, Task
 from foci.backends.hopper.smem import make_barriers
 from foci.backends.hopper.task_queue import SLOTS, read_slot, write_slot
 
-__all__ = ["allocate_task_queue", "has_task", "pop_task", "push_end", "push_task"]
+__all__ = ["QueryRuns", "RoundQueryRuns", "allocate_task_queue", "has_task", "pop_task", "push_end", "push_task"]
 
-# a slot: place (5), runs of query tiles (7, or 9 with ROUND), packed sequence (4); ROUND is never packed
+# a slot: task (5), runs of query tiles (7, or 9 with ROUND), packed sequence (4); ROUND is never packed
 RUNS_AT = gl.constexpr(5)
 SPAN_AT = gl.constexpr(12)
 FIELDS = gl.constexpr(16)
 # two consumer warpgroups and the two warps of `dq_semaphore.reduce_dq_shares`
 READERS = gl.constexpr(4)
+
+
+class QueryRuns(NamedTuple):
+    """Query tiles that a key tile visits: three runs (last place, count), each visited from its last place down. A place is a tile, or an
+    index into a list (`dq_semaphore.tile_at`)."""
+
+    row: Any  # of the table
+    high_last: Any  # masked tiles at the high end
+    high: Any
+    full_last: Any  # full tiles
+    full: Any
+    low_last: Any  # masked tiles at the low end
+    low: Any
+
+
+class RoundQueryRuns(NamedTuple):
+    """`QueryRuns` with ROUND: full tiles after the wrap are a fourth run."""
+
+    row: Any
+    high_last: Any
+    high: Any
+    full_last: Any
+    full: Any
+    low_last: Any
+    low: Any
+    wrap_last: Any
+    wrap: Any
 
 
 @gluon.jit
@@ -26,17 +56,17 @@ def allocate_task_queue():
 
 
 @gluon.jit
-def push_task(queue, n, place, runs):
+def push_task(queue, n, task, runs):
     """Write the n-th task to its slot."""
     slots, full, free = queue
     first = n % SLOTS * FIELDS
     mbarrier.wait(free.index(n % SLOTS), ((n // SLOTS) & 1) ^ 1)
     for i in gl.static_range(5):
-        write_slot(slots, first + i, place[i])
+        write_slot(slots, first + i, task[i])
     for i in gl.static_range(len(runs)):
         write_slot(slots, first + RUNS_AT + i, runs[i].to(gl.int32))
-    for i in gl.static_range(len(place) - 5):
-        write_slot(slots, first + SPAN_AT + i, place[5 + i])
+    for i in gl.static_range(len(task) - 5):
+        write_slot(slots, first + SPAN_AT + i, task[5 + i])
     mbarrier.arrive(full.index(n % SLOTS), count=1)
 
 
@@ -59,16 +89,21 @@ def has_task(queue, n, WARPS: gl.constexpr):
 
 @gluon.jit
 def pop_task(queue, n, c, WARPS: gl.constexpr):
-    """Read the n-th task: (place, runs of query tiles)."""
+    """Read the n-th task: (`Task` or `PackedTask`, `QueryRuns` or `RoundQueryRuns`)."""
     gl.static_assert(not (c.ROUND and c.JAGGED), "ROUND leaves no room in a slot for a packed sequence")
     slots, full, free = queue
     at = n % SLOTS * FIELDS
-    place = ()
+    task = ()
     for i in gl.static_range(9 if c.JAGGED else 5):
-        place = place + (read_slot(slots, at + (i if i < 5 else SPAN_AT + i - 5), WARPS),)
+        task = task + (read_slot(slots, at + (i if i < 5 else SPAN_AT + i - 5), WARPS),)
     # offsets into tables need 64 bits
     runs = (read_slot(slots, at + RUNS_AT, WARPS).to(gl.int64),)
     for i in gl.static_range(1, 9 if c.ROUND else 7):
         runs = runs + (read_slot(slots, at + RUNS_AT + i, WARPS),)
     mbarrier.arrive(free.index(n % SLOTS), count=1)
-    return place, runs
+    if c.JAGGED:
+        return PackedTask(*task), QueryRuns(*runs)
+    elif c.ROUND:
+        return Task(*task), RoundQueryRuns(*runs)
+    else:
+        return Task(*task), QueryRuns(*runs)

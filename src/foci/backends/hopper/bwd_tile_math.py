@@ -5,8 +5,16 @@ With P the weights and dP = dO V^T, the gradient of the scores is P * (dP - delt
 "FlashAttention", 2022, appendix B). The chain rule through the score function multiplies it by the function's derivative, `slope`.
 """
 
-from foci.backends.gpu.tiles import FORCED, LOG2E, decode
+from foci.backends.gpu.tiles import FORCED, LOG2E, decode, find_task
 from foci.backends.hopper.gluon_compat import gl, gluon
+from foci.backends.hopper.kernel_args import Task
+
+
+@gluon.jit
+def find_backward_task(size, spans, c, LONGEST_FIRST: gl.constexpr):
+    """`Task` of this program."""
+    b, memory_b, h, index, tile = find_task(size, spans, c, LONGEST_FIRST)
+    return Task(b, memory_b, h, tile, index)
 
 
 @gluon.jit
@@ -20,27 +28,26 @@ def row_line(b, memory_b, h, heads, q_start, pitch, c):
 
 
 @gluon.jit
-def recompute_weights(
-    raw, lse2, position, scale, env, aux, c, both: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr, EDGE: gl.constexpr
-):
+def recompute_weights(raw, lse2, position, params, c, functions, MASKED: gl.constexpr, EDGE: gl.constexpr):
     """Recompute (P, slope of the score function) of a tile from S without its scale.
 
-    `position` is (b, h, q_idx, kv_idx, q_len, kv_len, tile). MASKED: apply the mask function. EDGE: some positions may not exist. The
-    caller has already subtracted the offset of an affine score function from lse2.
+    MASKED: apply the mask function. EDGE: some positions may not exist. The caller has already subtracted the offset of an affine score
+    function from lse2.
     """
-    b, h, q_idx, kv_idx, q_len, kv_len, tile = position
+    b, h, q_idx, kv_idx, q_len, kv_len, tile, aux = position
+    env = params.env
     inside = (q_idx < q_len) & (kv_idx < kv_len)
     if EDGE:
         q_idx = gl.minimum(q_idx, q_len - 1)
         kv_idx = gl.minimum(kv_idx, kv_len - 1)
     if c.PLAIN or c.AFFINE:
         slope = 1.0
-        p = gl.exp2(raw * (scale * LOG2E) - lse2)
+        p = gl.exp2(raw * (params.scale * LOG2E) - lse2)
     else:
-        x, slope = both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        x, slope = functions.both(raw, lse2, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
         p = gl.exp2(x)
     if MASKED:
-        keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        keep = functions.mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
         if c.BLOCKS:
             keep = keep | (tile >= FORCED)
         if EDGE:

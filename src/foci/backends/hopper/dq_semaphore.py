@@ -14,8 +14,9 @@ But key tiles wait for those of later programs too: the launch is cooperative, s
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import RECORD, decode, sequence_at
-from foci.backends.hopper.bwd_task_queue import has_task, pop_task
+from foci.backends.hopper.bwd_task_queue import QueryRuns, RoundQueryRuns, has_task, pop_task
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier, tma, tma_store
+from foci.backends.hopper.kernel_args import PackedTask, Task
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.smem import sequence_span
 from foci.compat.gluon import begin_add
@@ -46,8 +47,7 @@ def group_members(size, c):
 
 @gluon.jit
 def find_key_task(ticket, order, size, spans, c):
-    """Key tile of a ticket: (b for mask and score functions, b in memory, kv head, tile, task), packed also (q_start, q_len, kv_start,
-    kv_len); b < 0 for a spare task.
+    """`Task` of a ticket, or `PackedTask`: a key tile.
 
     Tiles of a head, or of a sequence, come from the first to the last; those of `order.heads` heads alternate.
     """
@@ -67,17 +67,15 @@ def find_key_task(ticket, order, size, spans, c):
         # a sequence's tasks count its tiles down
         left = gl.load(spans.tasks + RECORD * task + 1)
         tile = (span[3] + c.TILE_KV - 1) // c.TILE_KV - 1 - left
-        return (b, memory_b, h, tile, task + left - tile) + span
+        return PackedTask(b, memory_b, h, tile, task + left - tile, *span)
     else:
-        return memory_b, memory_b, h, task, task
+        return Task(memory_b, memory_b, h, task, task)
 
 
 @gluon.jit
-def find_query_runs(table, ranks, place, h, q_len, kv_len, c):
-    """Query tiles that a key tile visits, as runs (last place, count), each visited from its last place down: (row of the table; masked
-    tiles at the high end; full tiles; masked tiles at the low end; with ROUND full tiles after the wrap). A place is a tile, or an index
-    into a list (`tile_at`)."""
-    b, memory_b, kv_h, tile, task = place[:5]
+def find_query_runs(table, ranks, key_task, h, q_len, kv_len, c):
+    """`QueryRuns` of a key tile, or `RoundQueryRuns`."""
+    b, tile, task = key_task.b, key_task.tile, key_task.index
     first = tile * c.TILE_KV
     if c.MODE == "ranges" or c.MODE == "lists":
         line = (b * decode(table.b_stride) + h * decode(table.h_stride) + task).to(gl.int64)
@@ -123,15 +121,17 @@ def find_query_runs(table, ranks, place, h, q_len, kv_len, c):
         start = tile * (high_last + 1) // ((kv_len + c.TILE_KV - 1) // c.TILE_KV)
         until_wrap = gl.minimum(start + 1, full)
         masked = start + 1 - until_wrap
-        return line, start, masked, until_wrap - 1, until_wrap, high_last, high - masked, full - 1, full - until_wrap
+        return RoundQueryRuns(
+            line, start, masked, until_wrap - 1, until_wrap, high_last, high - masked, full - 1, full - until_wrap
+        )  # fmt: skip
     else:
-        return line, high_last, high, full_last, full, low_last, low
+        return QueryRuns(line, high_last, high, full_last, full, low_last, low)
 
 
 @gluon.jit
 def count_query_tiles(runs):
     """Number of query tiles in all runs."""
-    count = runs[2]
+    count = runs.high
     for i in gl.static_range(4, len(runs), 2):
         count += runs[i]
     return count
@@ -149,13 +149,13 @@ def tile_at(table, line, place, c):
 @gluon.jit
 def nth_tile(table, runs, i, c):
     """The i-th query tile that a key tile visits."""
-    line, high_last, high, full_last, full, low_last, low = runs[:7]
-    place = high_last - i
+    high, full = runs.high, runs.full
+    place = runs.high_last - i
     if c.ROUND:
         place += gl.where(place < 0, count_query_tiles(runs), 0)
     if c.MODE == "lists":
-        place = gl.where(i < high, place, gl.where(i < high + full, full_last + high - i, low_last + high + full - i))
-    return tile_at(table, line, place, c)
+        place = gl.where(i < high, place, gl.where(i < high + full, runs.full_last + high - i, runs.low_last + high + full - i))
+    return tile_at(table, runs.row, place, c)
 
 
 @gluon.jit
@@ -203,12 +203,13 @@ RELEASE_DQ_TURN = gl.constexpr(
 
 
 @gluon.jit
-def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WHICH: gl.constexpr):
+def reduce_dq_shares(sums, order, shares, bars, queue, params, c, WHICH: gl.constexpr):
     """One of two warps: add every second share of dq to its accumulator by TMA, in semaphore order.
 
     While one warp waits for its reduction to reach memory, the other continues.
     """
     share_full, share_empty = bars
+    size, table = params.size, params.table
     group = group_members(size, c)
     slots = decode(order.slots)
     accumulators = decode(order.sums)
@@ -216,13 +217,13 @@ def reduce_dq_shares(sums, order, shares, bars, queue, spans, size, table, c, WH
     tasks = 0
     before = 0
     while has_task(queue, tasks, 1):
-        place, runs = pop_task(queue, tasks, c, 1)
-        b, memory_b, kv_h, tile, task = place[:5]
-        q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
+        task, runs = pop_task(queue, tasks, c, 1)
+        b, memory_b, kv_h, tile = task.b, task.memory_b, task.h, task.tile
+        q_start, q_len, kv_start, kv_len = sequence_span(task, params.spans, size, c)
         count = count_query_tiles(runs) * group
         for i in range((before + WHICH) % 2, count, 2):
             query_tile = nth_tile(table, runs, i // group, c)
-            rank = dq_rank(order, table, runs[0], tile, query_tile, q_len, kv_len, c)
+            rank = dq_rank(order, table, runs.row, tile, query_tile, q_len, kv_len, c)
             turn = rank // accumulators
             slot = (((rank - turn * accumulators) * decode(size.batch) + memory_b) * heads + kv_h * group + i % group) * slots + query_tile
             if c.JAGGED:
@@ -254,12 +255,11 @@ def slot_size(rows, width):
 
 
 @gluon.jit
-def store_dq_share(shares, share, bars, n, half: gl.constexpr):
+def store_dq_share(shares, share, share_empty, n, half: gl.constexpr):
     """Write half of the n-th share, [64, columns], to shared memory for the warp that adds it.
 
     It is stored in the order in which threads hold it, four values of a thread in a row: no bank conflicts.
     """
-    share_full, share_empty = bars
     parity = n % 2
     mbarrier.wait(share_empty.index(parity), ((n // 2) & 1) ^ 1)
     by_thread = share.reshape([4, 2, 8, share.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([64 * share.shape[1]])

@@ -206,10 +206,10 @@ def drops_by_key(first, query0, b, h, dropout_params, COLUMNS: gl.constexpr, AT_
 
 
 @gluon.jit
-def drop_bits(tile, row_ctx, dropout_params, c):
+def drop_bits(tile, row_ctx, c):
     """Drop bits of a tile of keys for this consumer's 64 queries."""
     if c.DROPOUT:
-        return drops_by_query(row_ctx[5], tile_start(tile, c, c.TILE_KV), row_ctx[0], row_ctx[1], dropout_params, c.TILE_KV)
+        return drops_by_query(row_ctx.first, tile_start(tile, c, c.TILE_KV), row_ctx.b, row_ctx.h, row_ctx.dropout, c.TILE_KV)
     else:
         return 0
 

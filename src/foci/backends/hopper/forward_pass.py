@@ -26,7 +26,8 @@ from foci.backends.hopper.config import Config, MaskedTable, make_config, withou
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import build_functions
-from foci.backends.hopper.mask_bits import cover_keys, mark_keys, order_tasks, pack_masks
+from foci.backends.hopper.kernel_args import ForwardFunctions, ForwardParams
+from foci.backends.hopper.mask_bits import PackedMask, cover_keys, mark_keys, order_tasks, pack_masks
 from foci.backends.hopper.schedules import Schedule, dense_sizes, forward_schedule, padded_width
 from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
 from foci.backends.mask_intervals import find_bounds
@@ -101,10 +102,11 @@ class HopperForward:
         )
         launches.add(
             attention_forward, (programs,),
-            *sources, lse, row_max, size, visits.spans, masked_table, call.numbers._replace(scale=operands.scale), call.environment,
+            *sources, lse, row_max,
+            ForwardParams(size, visits.spans, masked_table, call.numbers._replace(scale=operands.scale), call.environment),
             self._config(schedule, visits.mode, is_jagged=is_jagged, is_plain=is_plain, mask_bits=mask_bits, is_affine=is_affine),
-            functions.pre, functions.line or functions.score, functions.mask, functions.bounds, num_warps=4, launch_pdl=schedule.persistent,
-            maxnreg=schedule.max_registers,
+            ForwardFunctions(functions.pre, functions.line or functions.score, functions.mask, functions.bounds),
+            num_warps=4, launch_pdl=schedule.persistent, maxnreg=schedule.max_registers,
         )  # fmt: skip
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.builder.config(call, tiles, visits))
@@ -188,7 +190,7 @@ class HopperForward:
             tables.add(order_tasks, (rows // visits.tasks, triton.cdiv(visits.tasks, 64)), bits.order, table.counts, size, 64, num_warps=4)
         tables.add(
             pack_masks, (rows * (tiles.tile_q // 64), 8),
-            bits.bits, bits.limits, table, size, *places, mask, 8, bits.starts is not None, num_warps=4,
+            PackedMask(bits.bits, bits.limits), table, size, *places, mask, 8, bits.starts is not None, num_warps=4,
         )  # fmt: skip
         return bits
 

@@ -8,12 +8,23 @@ rows      queries in the forward, keys in the backward
 table     lists of visited tiles, see `foci.backends.gpu.tile_table_kernels`
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from foci.backends.gpu.tiles import FORCED, decode, read_task_record, sequence
 
-__all__ = ["cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries"]
+__all__ = ["PackedMask", "cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries"]
+
+
+class PackedMask(NamedTuple):
+    """Mask bits of the partial tiles of lists."""
+
+    words: Any  # int32 [rows of the lists, entries of a list, c.TILE_Q, 4]
+    # int32 zeros [rows of the lists, c.TILE_Q // 64, 2]: the number of partial tiles from the first with a set bit on, and the number up to
+    # the last one. 64 rows skip the others
+    limits: Any
 
 
 @triton.jit
@@ -137,12 +148,10 @@ def order_tasks(order, counts, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr, KEY_STARTS: tl.constexpr):
+def pack_masks(packed, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr, KEY_STARTS: tl.constexpr):
     """Pack the mask of a task's partial tiles, 64 rows each program. Each of SPLIT programs takes every SPLIT-th tile.
 
-    words: int32 [rows of the lists, entries of a list, c.TILE_Q, 4].
-    limits: int32 zeros [rows of the lists, c.TILE_Q // 64, 2]: the number of partial tiles from the first with a set bit on, and the
-        number up to the last one. 64 rows skip the others.
+    packed: `PackedMask`, to fill.
     heads: heads of the lists, encoded.
     KEY_STARTS: the lists are those of `cover_keys`.
     """
@@ -159,7 +168,7 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
     column = tl.arange(0, c.TILE_KV)[None, :]
     at = (part * 64 + tl.arange(0, 64))[:, None] * 4 + tl.arange(0, 4)[None, :]
     partial = tl.load(counts + 1)
-    limit = limits + (row * (c.TILE_Q // 64) + part) * 2
+    limit = packed.limits + (row * (c.TILE_Q // 64) + part) * 2
     for i in range(tl.program_id(1), partial, SPLIT):
         entry = tl.load(table.lists + first + i)
         forced = entry < 0
@@ -170,7 +179,7 @@ def pack_masks(words, limits, table, size, spans, env, heads, c, mask: tl.conste
         keep = mask(b, h, tl.minimum(q_idx, q_len - 1), tl.minimum(kv_idx, kv_len - 1), q_len, kv_len, env)
         keep = (keep | forced) & (q_idx < q_len) & (kv_idx < kv_len)
         word = pack_words(keep, column, c.TILE_KV)
-        tl.store(words + (first + i) * (c.TILE_Q * 4) + at, word)
+        tl.store(packed.words + (first + i) * (c.TILE_Q * 4) + at, word)
         some = tl.max(tl.max(keep.to(tl.int32), 1), 0) > 0
         tl.atomic_max(limit, partial - i, mask=some)
         tl.atomic_max(limit + 1, i + 1, mask=some)

@@ -101,12 +101,11 @@ def load_mask_bits(words, some, COLUMNS: gl.constexpr):
 @gluon.jit
 def affine_terms(tile, row_ctx, env, c, line: gl.constexpr):
     """Initial accumulator of an affine score function: a value for each lane of a row, plus slope times column, a constant to a thread."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = row_ctx
     y, column, lane = split_columns(gl.zeros([ROWS, c.TILE_KV], gl.float32, mma_layout(c.TILE_KV)))
     LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
-    rows = gl.convert_layout(gl.max(q_idx, 1), gl.SliceLayout(1, LANES))[:, None]
+    rows = gl.convert_layout(gl.max(row_ctx.q_idx, 1), gl.SliceLayout(1, LANES))[:, None]
     columns = first_key(tile, c) + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
-    row_bias, slope = line(b, h, rows, columns, q_len, kv_len, env, aux)
+    row_bias, slope = line(row_ctx.b, row_ctx.h, rows, columns, row_ctx.q_len, row_ctx.kv_len, env, row_ctx.aux)
     y = gl.expand_dims(gl.expand_dims(row_bias, 1), 3) + column.to(gl.float32) * slope
     return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), mma_layout(c.TILE_KV), assert_trivial=True)
 
@@ -128,10 +127,9 @@ def add_affine_columns(row, slope):
 def load_tile_mask_bits(table, run, i, row_ctx, c, MASKED: gl.constexpr):
     """Load the mask bits of the i-th visited tile, before its product is there, to hide the latency."""
     if c.MASK_BITS and MASKED:
-        row, full_first, full, part_first, before, gap, part = run
-        first = (row * decode(table.width) + part_first + i) * (c.TILE_Q * 4) + row_ctx[5] % c.TILE_Q * 4
+        first = (run.row * decode(table.width) + run.part_first + i) * (c.TILE_Q * 4) + row_ctx.first % c.TILE_Q * 4
         # a full tile has no bits: all ones
-        return load_mask_bits(table.bits + first, i < part, c.TILE_KV)
+        return load_mask_bits(table.bits + first, i < run.part, c.TILE_KV)
     else:
         return i
 
@@ -181,7 +179,6 @@ def _operands(n, registers):
 @gluon.jit
 def mask_scores(partial, x, tile_key, mask_bits, row_ctx, c):
     """Mask the scores of a tile that may be partial, by mask bits or by each row's first and last key."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = row_ctx
     y, column, lane = split_columns(x)
     N: gl.constexpr = x.shape[1] // 2
     KIND: gl.constexpr = "words" if c.MASK_BITS else "both" if c.LOW else "last"
@@ -191,9 +188,9 @@ def mask_scores(partial, x, tile_key, mask_bits, row_ctx, c):
         words = gl.expand_dims(gl.expand_dims(mask_bits, 1), 3)
         y = gl.inline_asm_elementwise(text, _operands(N, 2), [y, words, flag], dtype=gl.float32, is_pure=True, pack=N)
     else:
-        last = broadcast_rows(high - tile_key, y) - lane
+        last = broadcast_rows(row_ctx.high - tile_key, y) - lane
         if c.LOW:
-            low = broadcast_rows(low - tile_key, y) - lane
+            low = broadcast_rows(row_ctx.low - tile_key, y) - lane
             y = gl.inline_asm_elementwise(text, _operands(N, 3), [y, last, low, flag], dtype=gl.float32, is_pure=True, pack=N)
         else:
             y = gl.inline_asm_elementwise(text, _operands(N, 2), [y, last, flag], dtype=gl.float32, is_pure=True, pack=N)
@@ -203,35 +200,34 @@ def mask_scores(partial, x, tile_key, mask_bits, row_ctx, c):
 @gluon.jit
 def evaluate_mask(x, tile, kv_idx, column, row_ctx, env, c, mask: gl.constexpr):
     """Mask scores by evaluating the mask function."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = row_ctx
-    keep = mask(b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+    keep = mask(row_ctx.b, row_ctx.h, row_ctx.q_idx, kv_idx, row_ctx.q_len, row_ctx.kv_len, env, row_ctx.aux)
     if c.BLOCKS:
         keep = keep | (tile >= FORCED)
-    return gl.where(keep & (column < kv_len), x, float("-inf"))
+    return gl.where(keep & (column < row_ctx.kv_len), x, float("-inf"))
 
 
 @gluon.jit
 def tile_scores(raw, tile, mask_bits, partial, row_ctx, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
-    """Apply score function and mask to a tile of Q K^T. A constant factor, such as the scale, is left to the exponential (`row_ctx`[7])."""
-    b, h, q_idx, q_len, kv_len, first, aux, factor, low, high, narrow = row_ctx
+    """Apply score function and mask to a tile of Q K^T. A constant factor, such as the scale, is left to the exponential
+    (`row_ctx.factor`)."""
     x = raw
     tile_key = first_key(tile, c)
     column = (tile_key + gl.arange(0, c.TILE_KV, gl.SliceLayout(0, mma_layout(c.TILE_KV))))[None, :]
     kv_idx = column
     if MASKED:
-        kv_idx = gl.minimum(column, kv_len - 1)
+        kv_idx = gl.minimum(column, row_ctx.kv_len - 1)
     if not c.PLAIN and not c.AFFINE:
-        x = score(raw, b, h, q_idx, kv_idx, q_len, kv_len, env, aux)
+        x = score(raw, row_ctx.b, row_ctx.h, row_ctx.q_idx, kv_idx, row_ctx.q_len, row_ctx.kv_len, env, row_ctx.aux)
     if MASKED == IF_PARTIAL and (c.MODE == "bounds" or c.MASK_BITS):
         x = mask_scores(partial, x, tile_key, mask_bits, row_ctx, c)
     elif MASKED and c.MODE == "bounds":
         if c.LOW and MASKED != UPPER:
-            x = mask_before_first(x, low - tile_key)
+            x = mask_before_first(x, row_ctx.low - tile_key)
         if MASKED != LOWER:
-            x = mask_after_last(x, high - tile_key)
-        elif narrow > 0:
+            x = mask_after_last(x, row_ctx.high - tile_key)
+        elif row_ctx.narrow > 0:
             thread_barrier()
-            x = mask_after_last(x, high - tile_key)
+            x = mask_after_last(x, row_ctx.high - tile_key)
     elif MASKED and c.MASK_BITS:
         x = fill_unset_bits(x, mask_bits, float("-inf"))
     elif MASKED == IF_PARTIAL:

@@ -1,12 +1,17 @@
 # mypy: ignore-errors
 """Tiles in shared memory: allocation, TMA loads and stores, and which tiles of keys a task visits."""
 
+from typing import Any, NamedTuple
+
 from foci.backends.gpu.tiles import FAR, nth_visited, sequence, tile_runs, tile_start
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, view_smem
+from foci.backends.hopper.kernel_args import KeyBounds, TileRun
 from foci.backends.hopper.layouts import operand_layout, piece, pieces, smem_layout, tma_columns
 
 __all__ = [
     "FAR",
+    "KVRing",
+    "QuerySmem",
     "allocate_tiles",
     "first_key",
     "load_pieces",
@@ -21,6 +26,25 @@ __all__ = [
     "tile_run",
     "tiles_within",
 ]
+
+
+class QuerySmem(NamedTuple):
+    """Tiles of queries in shared memory, one for each consumer."""
+
+    tiles: Any
+    full: Any  # barriers "filled"
+    free: Any  # barriers "free", see `foci.backends.hopper.barriers`
+
+
+class KVRing(NamedTuple):
+    """STAGES tiles of keys and of values in shared memory, and their barriers "filled" and "free"."""
+
+    k_tiles: Any
+    v_tiles: Any
+    k_full: Any
+    k_free: Any
+    v_full: Any
+    v_free: Any
 
 
 @gluon.jit
@@ -119,8 +143,7 @@ def store_pieces(target, b, h, row, start, length, tile, values, JAGGED: gl.cons
 
 @gluon.jit
 def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
-    """Tiles of keys that `rows` rows from `first` attend to, by the mask's bounds: (first, first full, end of full, end), and 1 where one
-    tile may hold both a row's first key and a row's last."""
+    """`KeyBounds` of `rows` rows from `first`, by the mask's bounds."""
     # every warp holds all rows: the reductions need no exchange between warps
     q_idx = gl.minimum(first + gl.arange(0, rows, gl.BlockedLayout([rows // 32], [32], [WARPS], [0])), q_len - 1)
     low, high = bounds(b, h, q_idx, q_len, kv_len, env)
@@ -132,40 +155,39 @@ def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds:
     full_start = gl.minimum(gl.maximum((gl.max(low, 0) + c.TILE_KV - 1) // c.TILE_KV, start), end)
     last = (gl.min(high, 0) + 1) // c.TILE_KV
     full_end = gl.minimum(gl.maximum(last, full_start), end)
-    return start, full_start, full_end, end, gl.where(last < full_start, 1, 0)
+    return KeyBounds(start, full_start, full_end, end, gl.where(last < full_start, 1, 0))
 
 
 @gluon.jit
 def sequence_span(place, spans, size, c):
-    """(q_start, q_len, kv_start, kv_len) of a task, see `triton.tiles.sequence`; a packed task ends with them."""
+    """(q_start, q_len, kv_start, kv_len) of a task, see `triton.tiles.sequence`; a `PackedPlace` has them."""
     if c.JAGGED:
-        return place[len(place) - 4 :]
+        return place.q_start, place.q_len, place.kv_start, place.kv_len
     else:
-        return sequence(spans, size, place[0], c)
+        return sequence(spans, size, place.b, c)
 
 
 @gluon.jit
 def tile_run(table, b, h, task, kv_len, c):
-    """Tiles of keys of a task: (row of the table, first full, full count, first partial, partial before the gap, gap, partial count)."""
-    return tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
+    """Tiles of keys of a task."""
+    return TileRun(*tile_runs(table, b, h, task, kv_len, c, c.TILE_KV))
 
 
 @gluon.jit
 def step_to_tile(table, run, i, c):
     """The i-th tile that a task visits: from the last to the first with bounds, else partial ones before full ones."""
-    row, full_first, full, part_first, before, gap, part = run
     if c.MODE == "bounds":
-        return row - 1 - i
+        return run.row - 1 - i
     elif c.MODE == "lists":
-        if i < part:
-            at = part_first + i
+        if i < run.part:
+            at = run.part_first + i
         else:
-            at = full_first + i - part
-        return nth_visited(table, row, at, at * 0, before, gap, c)
+            at = run.full_first + i - run.part
+        return nth_visited(table, run.row, at, at * 0, run.before, run.gap, c)
     else:
-        n = part - 1 - i
-        tile = part_first + n + gl.where(n >= before, gap, 0)
-        return gl.where(i < part, tile, full_first + full - 1 - (i - part))
+        n = run.part - 1 - i
+        tile = run.part_first + n + gl.where(n >= run.before, run.gap, 0)
+        return gl.where(i < run.part, tile, run.full_first + run.full - 1 - (i - run.part))
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ The producer is one task ahead: it finds the next task and its tiles while consu
 
 from foci.backends.gpu.tiles import TICKETS, decode
 from foci.backends.hopper.gluon_compat import gl, gluon
+from foci.backends.hopper.kernel_args import ConsumerTask, PackedPlace, Place, Segments, TileRun
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import FAR
 
@@ -63,12 +64,12 @@ def push_task(slots, n, place, run, segments, half, size, table, c):
         # the first half of a task has all consumers but the last; of a short task, the first half of the consumers that have rows
         second = me // (c.CONSUMERS - 1)
         if table.short_last is not None:
-            halves = gl.minimum((decode(size.rows) - place[4] * c.TILE_Q + ROWS - 1) // ROWS, c.CONSUMERS)
+            halves = gl.minimum((decode(size.rows) - place.tile * c.TILE_Q + ROWS - 1) // ROWS, c.CONSUMERS)
             second = gl.where(me < (halves + 1) // 2, 0, 1)
         is_other_half = (half >= 0) & (half != second)
         for i in gl.static_range(4):
-            write_slot(slots, first + SEGMENTS + 6 * me + i, gl.where(is_other_half, segments[me][4], segments[me][i]))
-        write_slot(slots, first + SEGMENTS + 6 * me + 4, segments[me][5])
+            write_slot(slots, first + SEGMENTS + 6 * me + i, gl.where(is_other_half, segments[me].count, segments[me][i]))
+        write_slot(slots, first + SEGMENTS + 6 * me + 4, segments[me].narrow)
         write_slot(slots, first + SEGMENTS + 6 * me + 5, gl.where(is_other_half, FAR, 0))
     for i in gl.static_range(len(place) - 5):
         write_slot(slots, first + SPAN + i, place[5 + i])
@@ -88,20 +89,24 @@ def pushed_head(slots, n):
 
 @gluon.jit
 def pop_task(me, slots, n, c):
-    """Read the n-th task: (place, run, segments of this consumer, offset of its rows)."""
+    """Read the n-th task, as consumer `me` computes it."""
     at = n % SLOTS * FIELDS
-    place = (read_slot(slots, at), read_slot(slots, at + 1), read_slot(slots, at + 2), read_slot(slots, at + 3), read_slot(slots, at + 4))
+    place = Place(
+        read_slot(slots, at), read_slot(slots, at + 1), read_slot(slots, at + 2), read_slot(slots, at + 3), read_slot(slots, at + 4)
+    )
     if c.JAGGED:
         span = at + SPAN
-        place = place + (read_slot(slots, span), read_slot(slots, span + 1), read_slot(slots, span + 2), read_slot(slots, span + 3))
+        place = PackedPlace(
+            *place, read_slot(slots, span), read_slot(slots, span + 1), read_slot(slots, span + 2), read_slot(slots, span + 3)
+        )
     line = read_slot(slots, at + 5)
     if c.MODE == "lists":
         # offsets into tables need 64 bits
         line = line.to(gl.int64)
     full, part = read_slot(slots, at + 7), read_slot(slots, at + 11)
-    run = (line, read_slot(slots, at + 6), full, read_slot(slots, at + 8), read_slot(slots, at + 9), read_slot(slots, at + 10), part)
+    run = TileRun(line, read_slot(slots, at + 6), full, read_slot(slots, at + 8), read_slot(slots, at + 9), read_slot(slots, at + 10), part)
     segment = at + SEGMENTS + 6 * me
-    segments = (
+    segments = Segments(
         read_slot(slots, segment),
         read_slot(slots, segment + 1),
         read_slot(slots, segment + 2),
@@ -109,7 +114,7 @@ def pop_task(me, slots, n, c):
         full + part,
         read_slot(slots, segment + 4),
     )
-    return place, run, segments, read_slot(slots, segment + 5)
+    return ConsumerTask(segments, place, run, read_slot(slots, segment + 5))
 
 
 @gluon.jit

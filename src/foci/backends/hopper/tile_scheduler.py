@@ -3,6 +3,7 @@
 
 from foci.backends.gpu.tiles import decode, find_task_among, nth_head_task, nth_packed_place, read_task_record, sequence_at
 from foci.backends.hopper.gluon_compat import gl, gluon
+from foci.backends.hopper.kernel_args import PackedPlace, Place, Segments, TileRun
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import sequence_span, tile_run, tiles_within
 
@@ -11,8 +12,7 @@ __all__ = ["find_task", "plan_tiles"]
 
 @gluon.jit
 def find_task(n, size, spans, table, c):
-    """Place of the n-th task: (b for mask and score functions, b in memory, head, task, tile), and for packed sequences (q_start, q_len,
-    kv_start, kv_len), which come with the same load. b < 0 for a spare task.
+    """`Place` of the n-th task, or `PackedPlace`: a packed sequence comes with the same load.
 
     `table.order` permutes dense tasks. `table.short_last` puts the last, shorter task of each head after all others.
     """
@@ -25,45 +25,44 @@ def find_task(n, size, spans, table, c):
         bh = gl.where(is_late, n - before, bh)
         task = gl.where(is_late, tasks, tasks - 1 - task)
         b = bh // heads
-        return b, b, bh - b * heads, task, task
+        return Place(b, b, bh - b * heads, task, task)
     else:
         if c.JAGGED:
             # task 0 is spare; take it last
             h, task = nth_packed_place(n, size, spans, c.HEADS_TOGETHER)
             task = gl.where(task + 1 < decode(size.tasks), task + 1, 0)
             b, tile = read_task_record(spans, h, task, c)
-            place = (b, h * 0, h, task, tile) + sequence_at(spans, size, b, task, c)
+            place = PackedPlace(b, h * 0, h, task, tile, *sequence_at(spans, size, b, task, c))
         else:
-            place = find_task_among(n, size, spans, c, True, c.HEADS_TOGETHER)
+            place = Place(*find_task_among(n, size, spans, c, True, c.HEADS_TOGETHER))
             if table.order is not None:
-                b, memory_b, h, task, tile = place
-                task = gl.load(table.order + (b * decode(table.b_stride) + h * decode(table.h_stride) + task))
-                place = (b, memory_b, h, task, task)
+                task = gl.load(table.order + (place.b * decode(table.b_stride) + place.h * decode(table.h_stride) + place.task))
+                place = Place(place.b, place.memory_b, place.h, task, task)
         return place
 
 
 @gluon.jit
-def plan_tiles(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
-    """(run of tiles that the task visits, segments of each consumer); see the legend of `foci.backends.hopper.forward`."""
-    b, memory_b, h, task, block = place[:5]
-    q_start, q_len, kv_start, kv_len = sequence_span(place, spans, size, c)
+def plan_tiles(place, params, c, bounds: gl.constexpr, WARPS: gl.constexpr):
+    """(`TileRun` of the task, `Segments` of each consumer)."""
+    b, h, table, env = place.b, place.h, params.table, params.env
+    q_start, q_len, kv_start, kv_len = sequence_span(place, params.spans, params.size, c)
     if c.MODE == "bounds":
-        first = block * c.TILE_Q
-        start0, full_start0, full_end0, end0, narrow0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start1, full_start1, full_end1, end1, narrow1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start2, full_start2, full_end2, end2, narrow2 = start1, full_start1, full_end1, end1, narrow1
+        first = place.tile * c.TILE_Q
+        bounds0 = tiles_within(first, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        bounds1 = tiles_within(first + ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        bounds2 = bounds1
         if c.CONSUMERS == 3:
-            start2, full_start2, full_end2, end2, narrow2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
-        start = gl.minimum(gl.minimum(start0, start1), start2)
-        top = gl.maximum(gl.maximum(end0, end1), end2)
+            bounds2 = tiles_within(first + 2 * ROWS, ROWS, b, h, q_len, kv_len, env, c, bounds, WARPS)
+        start = gl.minimum(gl.minimum(bounds0.start, bounds1.start), bounds2.start)
+        top = gl.maximum(gl.maximum(bounds0.end, bounds1.end), bounds2.end)
         count = gl.maximum(top - start, 0)
         zero = count * 0
-        run = (top, zero, zero, zero, zero, zero, count)
-        segments0 = split_range(top, start0, full_start0, full_end0, end0, count, narrow0)
-        segments1 = split_range(top, start1, full_start1, full_end1, end1, count, narrow1)
-        segments2 = split_range(top, start2, full_start2, full_end2, end2, count, narrow2)
+        run = TileRun(top, zero, zero, zero, zero, zero, count)
+        segments0 = split_range(top, bounds0, count)
+        segments1 = split_range(top, bounds1, count)
+        segments2 = split_range(top, bounds2, count)
     else:
-        run = tile_run(table, b, h, task, kv_len, c)
+        run = tile_run(table, b, h, place.task, kv_len, c)
         segments0 = split_list(0, run, table, c)
         segments1 = split_list(1, run, table, c)
         segments2 = split_list(c.CONSUMERS - 1, run, table, c)
@@ -71,24 +70,24 @@ def plan_tiles(place, spans, size, table, env, c, bounds: gl.constexpr, WARPS: g
 
 
 @gluon.jit
-def split_range(top, start, full_start, full_end, end, count, narrow):
-    """Segments of one consumer in a run of consecutive tiles, from the last to the first."""
-    has_keys = end > start
-    begin = gl.where(has_keys, top - end, count)
-    stop = gl.where(has_keys, top - start, count)
-    return begin, gl.where(has_keys, top - full_end, count), gl.where(has_keys, top - full_start, count), stop, count, narrow
+def split_range(top, tiles, count):
+    """`Segments` of one consumer, whose rows have the `KeyBounds` `tiles`, in a run of consecutive tiles, from the last to the first."""
+    has_keys = tiles.end > tiles.start
+    begin = gl.where(has_keys, top - tiles.end, count)
+    stop = gl.where(has_keys, top - tiles.start, count)
+    full_begin = gl.where(has_keys, top - tiles.full_end, count)
+    return Segments(begin, full_begin, gl.where(has_keys, top - tiles.full_start, count), stop, count, tiles.narrow)
 
 
 @gluon.jit
 def split_list(me, run, table, c):
     """Segments of one consumer in a list, partial tiles before full ones. With mask bits it skips partial tiles that hold none of its
     bits."""
-    row, full_first, full, part_first, before, gap, part = run
-    count = full + part
+    count = run.full + run.part
     start = count * 0
     end = count
     if c.MASK_BITS:
-        limit = table.limits + (row * c.CONSUMERS + me) * 2
-        start = part - gl.load(limit)
-        end = gl.where(full > 0, count, gl.maximum(gl.load(limit + 1), start))
-    return start, gl.minimum(part, end), end, end, count, count * 0
+        limit = table.limits + (run.row * c.CONSUMERS + me) * 2
+        start = run.part - gl.load(limit)
+        end = gl.where(run.full > 0, count, gl.maximum(gl.load(limit + 1), start))
+    return Segments(start, gl.minimum(run.part, end), end, end, count, count * 0)
