@@ -257,10 +257,10 @@ def _checked(
     """The arguments of `attention` as the road behind it takes them: tensors, score and mask as functions, and the rest."""
     query, key, value = tensors
     check_inputs(query, key, value)
-    mask_function, blocks, block_size = mask_parts(mask, query, key)
-    score_function, outputs = score_parts(score, bias, query, key), check_outputs(return_aux, sink)
+    mask_function, blocks, block_size = (None, None, None) if mask is None else mask_parts(mask, query, key)
+    score_function = None if score is None and bias is None else score_parts(score, bias, query, key)
     extras = Extras(
-        outputs, scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size, sink=check_sink(sink, query),
-        lower_right_form=lower_right_form(mask),
+        check_outputs(return_aux, sink), scale=scale, dropout_p=dropout_p, blocks=blocks, block_size=block_size,
+        sink=None if sink is None else check_sink(sink, query), lower_right_form="" if mask is None else lower_right_form(mask),
     )  # fmt: skip
     return tensors, score_function, mask_function, extras

@@ -44,6 +44,8 @@ class CausalMask(Mask):
 
 
 def _checked_length(name: str, length: Any) -> int:
+    if type(length) is int and 0 <= length < 1 << 31:
+        return length
     if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
         raise ArgumentError(f"{name} must be a length, an integer of at least 0; got {length!r}")
     if isinstance(length, int) and length >= 1 << 31:
@@ -440,10 +442,11 @@ def varlen_attn(
     outputs = _WITH_LSE if return_aux is not None and return_aux.lse else _OUT
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
-        max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k), lower_right_form=lower_right_form(mask),
+        max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),
+        lower_right_form="" if mask is None else lower_right_form(mask),
     )  # fmt: skip
-    functions = score_parts(score, None, query, key, heads=heads), _varlen_mask(window_size, mask, query, key)
-    results = run_packed((query, key, value), *functions, extras, _check_sequences)
+    score_function = None if score is None else score_parts(score, None, query, key, heads=heads)
+    results = run_packed((query, key, value), score_function, _varlen_mask(window_size, mask, query, key), extras, _check_sequences)
     return (results.out, results.lse) if outputs.lse else results.out
 
 
