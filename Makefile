@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel kernels-wheel hub resolve demo check test test-all check-cache newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
+.PHONY: help venv wheel kernels-wheel hub resolve demo check test test-all check-cache interpreted newest matrix matrix-quick matrix-install docs gallery reference notebooks site site-check lint format bench gate clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,12 @@ check-cache: $(STAMP) ## tests of repeated calls, in which every cache builds an
 	$(say) "repeated calls with FOCI_CHECK_CACHE=1 and $(SAMPLE) on $(JOBS) processes"
 	@FOCI_CHECK_CACHE=1 $(PYTEST) -q $(SAMPLE) tests/test_cache_check.py tests/api/test_recall.py tests/api/test_call_spec.py \
 		tests/api/test_handed_over.py tests/backends/test_aten.py tests/backends/test_dropout_backends.py $(ARGS)
+
+# Without a GPU these tests are skipped by `make test`: they launch kernels.
+interpreted: $(STAMP) ## tests that launch GPU kernels, in Triton's interpreter
+	$(say) "GPU kernels in Triton's interpreter with $(SAMPLE) on $(JOBS) processes"
+	@TRITON_INTERPRET=1 $(PYTEST) -q $(SAMPLE) tests/backends/hopper/test_sums.py tests/backends/hopper/test_ranks.py \
+		$(addprefix tests/backends/triton_backend/test_triton_,rows.py splits.py visits.py streams.py slopes.py learned.py) $(ARGS)
 
 newest: $(STAMP) .newest/triton-$(NEWEST).dist-info ## GPU kernels of every kind, compiled by the newest Triton
 	PYTHONPATH=.newest $(BIN)/python -c "import triton; assert triton.__version__ == '$(NEWEST)', triton.__file__"

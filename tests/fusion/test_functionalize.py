@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from spelling_harness import dynamo_graph_of, graph_of
 
+from compiled import several
 from foci.fusion import functionalize
 from foci.fusion.fake_values import with_values
 from foci.fusion.functionalize import ROUNDING_RULES, WRITE_RULES, without_writes
@@ -177,7 +178,7 @@ def test_scores_that_a_module_writes_are_those_that_attend(module):
         return scores.softmax(-1) @ value
 
     compiled = torch.compile(attend, backend="foci")
-    for length in (16, 24, 33):
+    for length in several(16, 24, 33):
         tensors = [torch.randn(2, 3, length, 8) for _ in range(3)]
         torch.testing.assert_close(compiled(*tensors), attend(*tensors), atol=1e-5, rtol=1e-5)
 

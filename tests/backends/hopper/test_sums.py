@@ -24,7 +24,7 @@ def posed(monkeypatch, dim, kv_heads, *, jagged, rows=None, dlse=False, p=0.0):
     q, out, dout = (torch.randn(batch, rows, heads, dim, device=DEVICE).half().transpose(1, 2) for _ in range(3))
     k = torch.randn(batch, rows, kv_heads, dim, device=DEVICE).half().transpose(1, 2)
     lse = torch.randn(batch, heads, rows, device=DEVICE)
-    lse[0, 1, 5] = -math.inf
+    lse[0, 1, 5], out[0, 1, 5] = -math.inf, 0.0  # as the forward leaves a row that attends to nothing
     more = {}
     if jagged:
         cu = torch.tensor([0, *SPANS], device=DEVICE).cumsum(0)
@@ -54,7 +54,7 @@ def begun(*args, **options):
 
 def expected(out, dout, lse, flow):
     delta = (out.float() * dout.float()).sum(-1) - (0 if flow is None else flow)
-    # a row that attends to nothing has no delta
+    # a row that attends to nothing has no delta, whatever flows into its logsumexp
     return torch.where(lse == -math.inf, math.inf, lse / math.log(2)), delta.masked_fill(lse == -math.inf, 0.0)
 
 

@@ -21,6 +21,7 @@ if release() not in TESTED:
     pytest.skip("with this release of Triton launches go through its own launcher", allow_module_level=True)
 
 from kernel_stand_ins import run_backward, run_forward  # noqa: E402
+from triton import language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
@@ -190,7 +191,8 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
 # NOW-02
 @pytest.mark.slow
 def test_row_kernels_give_the_driver_what_triton_gives_it(driver):
-    row_kernel = layernorm._Kernel(layernorm.kernels.column_sums, (), {"UNIT": 64, "TILE": 8, "BLOCK": 256, "KIND": 0}, 4)
+    config = layernorm.kernels.ColumnConfig(*map(tl.constexpr, (64, 8, 256, 0)))
+    row_kernel = layernorm._Kernel(layernorm.kernels.column_sums, (), {"c": config}, 4)
     tensors = [torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(4, 256)]
     numbers = (64, 3, 64, 16, 5, 9)
     row_kernel.launch(0, STREAM, 3, tensors, numbers)
