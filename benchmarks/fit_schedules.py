@@ -15,6 +15,7 @@ import argparse
 import re
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -104,12 +105,7 @@ def read_samples(lines: Iterable[Mapping[str, Any]]) -> list[Sample]:
 
 def _is_placed(chosen: Schedule, schedule: Schedule) -> bool:
     """Whether a chosen schedule is this one, apart from how its tasks are assigned."""
-    return (chosen.name, chosen.why, chosen.tile_kv, chosen.registers) == (
-        schedule.name,
-        schedule.why,
-        schedule.tile_kv,
-        schedule.registers,
-    )
+    return replace(chosen, static=schedule.static) == schedule
 
 
 def fit_paces(samples: Iterable[Sample]) -> list[Fit]:

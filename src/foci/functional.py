@@ -44,8 +44,6 @@ class CausalMask(Mask):
 
 
 def _checked_length(name: str, length: Any) -> int:
-    if type(length) is int and 0 <= length < 1 << 31:
-        return length
     if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
         raise ArgumentError(f"{name} must be a length, an integer of at least 0; got {length!r}")
     if isinstance(length, int) and length >= 1 << 31:

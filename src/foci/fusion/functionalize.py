@@ -96,7 +96,7 @@ def _rewire(result: fx.Node, target: fx.Node, position: Mapping[fx.Node, int], m
     tensor = example_tensor(result)
     assert tensor is not None
     with making(mode):
-        # An object of its own: captured values are told apart by their example tensors.
+        # a new tensor, because captures are identified by their example tensors
         result.meta["example_value"] = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
 
 

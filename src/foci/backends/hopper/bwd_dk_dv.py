@@ -18,7 +18,7 @@ from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_runs,
 from foci.backends.hopper.bwd_dq_from_ds import ROWS, DsStore, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma_wait
-from foci.backends.hopper.kernel_args import Position, Task
+from foci.backends.hopper.kernel_args import Position, Task, VisitRun
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
@@ -48,16 +48,6 @@ class KeySmem(NamedTuple):
     q_full: Any  # barriers of each stage
     do_full: Any
     empty: Any
-
-
-class QueryRun(NamedTuple):
-    """A run of query tiles that a key tile visits."""
-
-    row: Any  # of the table
-    first: Any
-    before: Any  # tiles before a gap
-    gap: Any
-    count: Any
 
 
 class QueryHead(NamedTuple):
@@ -92,7 +82,7 @@ def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
         part += full
         full = full * 0
         gap = gap * 0
-    return QueryRun(row, full_first, full * 0, full * 0, full), QueryRun(row, part_first, before, gap, part)
+    return VisitRun(row, full_first, full * 0, full * 0, full), VisitRun(row, part_first, before, gap, part)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_runs, tile_start
 from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
-from foci.backends.hopper.kernel_args import Position
+from foci.backends.hopper.kernel_args import Position, VisitRun
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, store_pieces, tile_pieces
@@ -41,16 +41,6 @@ class QuerySmem(NamedTuple):
     empty: Any
 
 
-class KeyRun(NamedTuple):
-    """A run of key tiles that a query tile visits."""
-
-    row: Any  # of the table
-    first: Any
-    before: Any  # tiles before a gap
-    gap: Any
-    count: Any
-
-
 class QueryContext(NamedTuple):
     """A warpgroup's 64 queries; q_idx, lse2 and delta are [64, 1]."""
 
@@ -68,7 +58,7 @@ class QueryContext(NamedTuple):
 def split_key_runs(table, b, h, task, kv_len, c):
     """Key tiles that a query tile visits: (full run, masked run)."""
     row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
-    return KeyRun(row, full_first, full * 0, full * 0, full), KeyRun(row, part_first, before, gap, part)
+    return VisitRun(row, full_first, full * 0, full * 0, full), VisitRun(row, part_first, before, gap, part)
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ __all__ = [
     "Segments",
     "Task",
     "TileRun",
+    "VisitRun",
 ]
 
 
@@ -86,6 +87,16 @@ class TileRun(NamedTuple):
     before: Any  # partial tiles before the gap
     gap: Any  # tiles that partial ones skip
     part: Any  # number of partial tiles
+
+
+class VisitRun(NamedTuple):
+    """A run of full or of partial tiles that a task of the backward visits: of keys for a tile of queries, of queries for one of keys."""
+
+    row: Any  # of the tile table
+    first: Any
+    before: Any  # tiles before a gap
+    gap: Any
+    count: Any
 
 
 class KeyBounds(NamedTuple):
