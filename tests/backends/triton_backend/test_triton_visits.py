@@ -154,12 +154,12 @@ def test_tasks_of_queries_come_by_their_work(count):
 
 @triton.jit
 def note_places(places, size, spans, c):
-    b, memory_b, h, task, tile = find_task(size, spans, c, True)
+    place = find_task(size, spans, c, True)
     at = places + 4 * tl.program_id(0)
-    tl.store(at, b)
-    tl.store(at + 1, h)
-    tl.store(at + 2, task)
-    tl.store(at + 3, tile)
+    tl.store(at, place.b)
+    tl.store(at + 1, place.h)
+    tl.store(at + 2, place.task)
+    tl.store(at + 3, place.tile)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -36,8 +36,8 @@ __all__ = ["weigh_columns", "weigh_rows"]
 @triton.jit
 def tile_run(table, b, h, task, length, c, TILE: tl.constexpr):
     """(row of the table, first tile, tiles) of a task, full and partial tiles alike."""
-    line, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, length, c, TILE)
-    return line, part_first if c.MODE == "ranges" else full_first, full + part
+    tiles = tile_runs(table, b, h, task, length, c, TILE)
+    return tiles.row, tiles.part_first if c.MODE == "ranges" else tiles.full_first, tiles.full + tiles.part
 
 
 @triton.jit
@@ -58,12 +58,13 @@ def tile_weights(queries, keys, lse, at, args, c, both: tl.constexpr, mask: tl.c
 def weigh_columns(q, k, lse, columns, weights, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Column sums and weights of one tile of keys. Shapes are in the legend above."""
     strides, size, spans = args.strides, args.size, args.spans
-    b, memory_b, h, task, tile = find_task(size, spans, c, False)
+    place = find_task(size, spans, c, False)
+    b, memory_b, h, task = place.b, place.memory_b, place.h, place.task
     if c.JAGGED and b < 0:
         return
     kv_h = h // decode(size.group)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
-    first = tile * c.TILE_KV
+    first = place.tile * c.TILE_KV
     kv_idx = first + tl.arange(0, c.TILE_KV)
     pointer = rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c)
     keys = load_tile(pointer, tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD), kv_len - first, True, c.TILE_KV, c.D, c.D_PAD)
@@ -89,12 +90,13 @@ def weigh_columns(q, k, lse, columns, weights, args, c, both: tl.constexpr, mask
 def weigh_rows(q, k, lse, flowing, args, c, both: tl.constexpr, mask: tl.constexpr):
     """flowing [B, Hq, Sq] = sum_j p g of one tile of queries, g the gradient of the weights: their contribution to delta."""
     strides, size, spans = args.strides, args.size, args.spans
-    b, memory_b, h, task, tile = find_task(size, spans, c, True)
+    place = find_task(size, spans, c, True)
+    b, memory_b, h, task = place.b, place.memory_b, place.h, place.task
     if c.JAGGED and b < 0:
         return
     kv_h = h // decode(size.group)
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
-    first = tile * c.TILE_Q
+    first = place.tile * c.TILE_Q
     rows = first + tl.arange(0, c.TILE_Q)
     pointer = rows_pointer(q, strides.q, memory_b, h, q_start + first, c)
     queries = load_tile(pointer, tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD), q_len - first, True, c.TILE_Q, c.D, c.D_PAD)

@@ -227,15 +227,16 @@ def accumulate_dq(dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.co
 def attention_query_gradient(q, k, v, inputs, dq, args, c, both: tl.constexpr, mask: tl.constexpr):
     """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads. `inputs`: `RowInputs`."""
     strides, size, spans, table = args.strides, args.size, args.spans, args.table
-    b, memory_b, h, task, tile = find_for_gradient(size, spans, c, True)
+    place = find_for_gradient(size, spans, c, True)
+    b, memory_b, h, task = place.b, place.memory_b, place.h, place.task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
-        if tile == 0:
+        if place.tile == 0:
             packed = PackedRows(spans.q_start, spans.q_length, spans.sequences, decode(size.rows))
             clear_gaps(dq, strides.dq, packed, memory_b, h, c, 16, c.D, c.D_PAD)
         return
     kv_h = h // decode(size.group)
-    first = tile * c.TILE_Q
+    first = place.tile * c.TILE_Q
     limit = q_len - first
     q_offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
     q_tile = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), q_offsets, limit, True, c.TILE_Q, c.D, c.D_PAD)
@@ -258,19 +259,19 @@ def attention_query_gradient(q, k, v, inputs, dq, args, c, both: tl.constexpr, m
         row_lse -= tl.arange(0, c.TILE_Q).to(tl.float32) * (q_slope * LOG2E)
     queries = QueryTile(q_tile, douts, row_lse, row_delta, b, memory_b, h, kv_h, first, q_idx, q_len, kv_start, kv_len, affine)
     acc = tl.zeros([c.TILE_Q, c.D_PAD], tl.float32)
-    table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
+    tiles = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
-    run = TileRun(table_row, full_first, full, full * 0, full * 0, full)
+    run = TileRun(tiles.row, tiles.full_first, tiles.full, tiles.full * 0, tiles.full * 0, tiles.full)
     acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, False, False)
-    part_inside = part
+    part_inside = tiles.part
     if not EDGE:
-        last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
-        part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
-    run = TileRun(table_row, part_first, before, gap, part_inside * 0, part_inside)
+        last = nth_visited(table, tiles.row, tl.maximum(tiles.part - 1, 0), tiles.part_first, tiles.before, tiles.gap, c)
+        part_inside = tiles.part - tl.where((tiles.part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
+    run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, part_inside * 0, part_inside)
     acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, MASKED, EDGE)
     if not EDGE:
-        run = TileRun(table_row, part_first, before, gap, part_inside, part)
+        run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, part_inside, tiles.part)
         acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, True, True)
     sign = -1.0 if c.NEGATIVE else 1.0
     pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
@@ -401,17 +402,18 @@ def accumulate_dk_dv(grads, stream, keys, run, args, c, both: tl.constexpr, mask
 def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexpr, mask: tl.constexpr):
     """dk and dv of one tile of keys, summed over the query heads that share it. `stats`: `RowStats`. `grads`: `KeyGradients`."""
     strides, size, spans, table = args.strides, args.size, args.spans, args.table
-    b, memory_b, kv_h, task, tile = find_for_gradient(size, spans, c, False)
+    place = find_for_gradient(size, spans, c, False)
+    b, memory_b, kv_h, task = place.b, place.memory_b, place.h, place.task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
-        if tile == 0:
+        if place.tile == 0:
             packed = PackedRows(spans.kv_start, spans.kv_length, spans.sequences, decode(size.columns))
             if grads.dk is not None:
                 clear_gaps(grads.dk, strides.dk, packed, memory_b, kv_h, c, 16, c.D, c.D_PAD)
             if grads.dv is not None:
                 clear_gaps(grads.dv, strides.dv, packed, memory_b, kv_h, c, 16, c.DV, c.DV_PAD)
         return
-    first = tile * c.TILE_KV
+    first = place.tile * c.TILE_KV
     limit = kv_len - first
     k_offsets = tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD)
     v_offsets = tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD)
@@ -433,10 +435,11 @@ def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexp
     for member in range(0, decode(size.group)):
         h = kv_h * decode(size.group) + member
         stats_start = (memory_b * decode(size.heads) * decode(size.group) + h).to(tl.int64) * decode(size.rows) + q_start
-        table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
+        tiles = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
+        full, part_first, gap, part = tiles.full, tiles.part_first, tiles.gap, tiles.part
         if first + c.TILE_KV > kv_len:
             # the key tile overhangs the keys: mask every query tile
-            part_first = part_first if c.MODE == "ranges" else full_first
+            part_first = part_first if c.MODE == "ranges" else tiles.full_first
             part += full
             full = full * 0
             gap = gap * 0
@@ -446,22 +449,22 @@ def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexp
             start, kv_slope, q_slope = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, args.env)
             affine = (start * LOG2E + tl.zeros([4], tl.float32), kv_slope / args.numbers.scale, q_slope * LOG2E)
         keys = KeyTile(k_tile, v_tile, b, memory_b, h, stats_start, first, q_start, q_len, kv_len, affine)
-        run = TileRun(table_row, full_first, full, full * 0, full * 0, full)
+        run = TileRun(tiles.row, tiles.full_first, full, full * 0, full * 0, full)
         dk_acc, dv_acc = accumulate_dk_dv(
             (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, False, False
         )
         part_inside = part
         if not EDGE:
-            last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
+            last = nth_visited(table, tiles.row, tl.maximum(part - 1, 0), part_first, tiles.before, gap, c)
             part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
             if first + c.TILE_KV > kv_len:
                 part_inside = part_inside * 0
-        run = TileRun(table_row, part_first, before, gap, part_inside * 0, part_inside)
+        run = TileRun(tiles.row, part_first, tiles.before, gap, part_inside * 0, part_inside)
         dk_acc, dv_acc = accumulate_dk_dv(
             (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, MASKED, EDGE
         )
         if not EDGE:
-            run = TileRun(table_row, part_first, before, gap, part_inside, part)
+            run = TileRun(tiles.row, part_first, tiles.before, gap, part_inside, part)
             dk_acc, dv_acc = accumulate_dk_dv(
                 (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, True, True
             )

@@ -48,6 +48,16 @@ class PackedRows(NamedTuple):
     count: Any  # all rows
 
 
+class Place(NamedTuple):
+    """Place of a task, see `find_task`."""
+
+    b: Any  # batch entry or sequence that mask and score functions see; < 0 for a spare task
+    memory_b: Any  # batch entry in memory
+    h: Any  # head
+    task: Any  # number of the task in its head
+    tile: Any  # number of the tile in its sequence; of a spare task, its number among those
+
+
 class Position(NamedTuple):
     """Coordinates of a tile of scores, as mask and score functions take them; they broadcast together."""
 
@@ -58,6 +68,18 @@ class Position(NamedTuple):
     q_len: Any
     kv_len: Any
     tile: Any  # number of the tile, which carries the flag FORCED where the caller's blocks attend to all of it
+
+
+class TaskTiles(NamedTuple):
+    """Tiles that a task visits, see `tile_runs`."""
+
+    row: Any  # row of the tile table
+    full_first: Any  # first full tile; with MODE "lists" its index in the row's list
+    full: Any  # number of full tiles
+    part_first: Any  # first partial tile, or its index
+    before: Any  # partial tiles before the gap
+    gap: Any  # tiles that partial ones skip
+    part: Any  # number of partial tiles
 
 
 class TileRun(NamedTuple):
@@ -127,7 +149,7 @@ def find_for_gradient(size, spans, c, LONGEST_FIRST: tl.constexpr):
 
 @triton.jit
 def find_nth_task(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
-    """(b, memory_b, head, task, tile) of the n-th program; b < 0 for the tile-th spare task."""
+    """`Place` of the n-th program."""
     return find_task_among(n, size, spans, c, LONGEST_FIRST, HEAD_GROUP)
 
 
@@ -146,10 +168,10 @@ def find_task_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl
     if c.JAGGED:
         h, task = nth_packed_place(n, size, spans, TOGETHER)
         b, tile = read_task_record(spans, h, task, c)
-        return b, h * 0, h, task, tile
+        return Place(b, h * 0, h, task, tile)
     else:
         b, h, task = nth_place(n, size, LONGEST_FIRST, TOGETHER)
-        return b, b, h, task, task
+        return Place(b, b, h, task, task)
 
 
 @triton.jit
@@ -343,10 +365,10 @@ def fill_gaps(target, packed, value, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
-    """Tiles that a task visits: (row of the table, first full, full count, first partial, partial before the gap, gap, partial count)."""
+    """`TaskTiles` of a task."""
     if c.MODE == "all":
         full = length // TILE
-        return task, full * 0, full, full, full * 0, full * 0, tl.cdiv(length, TILE) - full
+        return TaskTiles(task, full * 0, full, full, full * 0, full * 0, tl.cdiv(length, TILE) - full)
     else:
         row = (b * decode(table.b_stride) + h * decode(table.h_stride) + task).to(tl.int64)
         counts = table.counts + row * 4
@@ -355,10 +377,10 @@ def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
             f0 = tl.load(counts + 1)
             f1 = tl.load(counts + 2)
             p1 = tl.load(counts + 3)
-            return row, f0, f1 - f0, p0, f0 - p0, f1 - f0, (f0 - p0) + (p1 - f1)
+            return TaskTiles(row, f0, f1 - f0, p0, f0 - p0, f1 - f0, (f0 - p0) + (p1 - f1))
         else:
             full = tl.load(counts)
-            return row, full * 0, full, full, full * 0, full * 0, tl.load(counts + 1)
+            return TaskTiles(row, full * 0, full, full, full * 0, full * 0, tl.load(counts + 1))
 
 
 @triton.jit

@@ -7,6 +7,8 @@ have these. A parameter of a kernel is not called `params`: the function in whic
 
 from typing import Any, NamedTuple
 
+from foci.backends.gpu.tiles import Place
+
 __all__ = [
     "BackwardFunctions",
     "BackwardParams",
@@ -26,18 +28,8 @@ __all__ = [
 ]
 
 
-class Place(NamedTuple):
-    """Place of a task of the forward: its tile of queries."""
-
-    b: Any  # batch entry or sequence that mask and score functions see; < 0 for a spare task
-    memory_b: Any  # batch entry in memory
-    h: Any  # head
-    task: Any  # number of the task in its head
-    tile: Any  # number of the tile in its sequence
-
-
 class PackedPlace(NamedTuple):
-    """A `Place`, and the packed sequence that it is in."""
+    """A `Place` of the forward, and the packed sequence that it is in."""
 
     b: Any
     memory_b: Any

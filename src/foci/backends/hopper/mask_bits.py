@@ -27,15 +27,25 @@ class PackedMask(NamedTuple):
     limits: Any
 
 
+class RowsPlace(NamedTuple):
+    """Which rows of which task a program takes."""
+
+    part: Any  # which 64 rows of the tile
+    row: Any  # row of the tile table
+    task: Any  # number of the task in its head
+    b: Any  # batch entry of the lists
+    h: Any  # head of the lists
+
+
 @triton.jit
 def find_place(size, heads, TILE: tl.constexpr):
-    """(which 64 rows of a tile this program takes, row of the table, task, batch entry, head)."""
+    """`RowsPlace` of this program."""
     part = tl.program_id(0) % (TILE // 64)
     row = tl.program_id(0) // (TILE // 64)
     task = row % decode(size.tasks)
     line = row // decode(size.tasks)
     b = line // decode(heads)
-    return part, row, task, b, line - b * decode(heads)
+    return RowsPlace(part, row, task, b, line - b * decode(heads))
 
 
 @triton.jit
@@ -52,8 +62,9 @@ def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT
 
     keys: int8 zeros [rows of the lists, entries of a list, c.TILE_KV]. Others as for `pack_masks`.
     """
-    alone, row, task, b, h = find_place(size, heads, 64)
-    b, tile = read_task_record(spans, b, task, c)
+    program = find_place(size, heads, 64)
+    row, h = program.row, program.h
+    b, tile = read_task_record(spans, program.b, program.task, c)
     if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
             return
@@ -155,8 +166,9 @@ def pack_masks(packed, table, size, spans, env, heads, c, mask: tl.constexpr, SP
     heads: heads of the lists, encoded.
     KEY_STARTS: the lists are those of `cover_keys`.
     """
-    part, row, task, b, h = find_place(size, heads, c.TILE_Q)
-    b, tile = read_task_record(spans, b, task, c)
+    program = find_place(size, heads, c.TILE_Q)
+    part, row, h = program.part, program.row, program.h
+    b, tile = read_task_record(spans, program.b, program.task, c)
     if c.JAGGED:  # noqa: SIM102  known when the kernel is compiled
         if b < 0:
             return
@@ -191,7 +203,8 @@ def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, S
 
     words: [rows of the table, its width, c.TILE_KV, 4] of integers with c.TILE_Q / 4 bits. Others as for `pack_masks`.
     """
-    part, row, task, b, h = find_place(size, heads, c.TILE_KV)
+    program = find_place(size, heads, c.TILE_KV)
+    part, row, task, b, h = program.part, program.row, program.task, program.b, program.h
     q_start, q_len, kv_start, kv_len = sequence(spans, size, b, c)
     counts = table.counts + row.to(tl.int64) * 4
     first = tl.load(counts)

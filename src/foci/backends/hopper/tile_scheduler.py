@@ -34,7 +34,7 @@ def find_task(n, size, spans, table, c):
             b, tile = read_task_record(spans, h, task, c)
             place = PackedPlace(b, h * 0, h, task, tile, *sequence_at(spans, size, b, task, c))
         else:
-            place = Place(*find_task_among(n, size, spans, c, True, c.HEADS_TOGETHER))
+            place = find_task_among(n, size, spans, c, True, c.HEADS_TOGETHER)
             if table.order is not None:
                 task = gl.load(table.order + (place.b * decode(table.b_stride) + place.h * decode(table.h_stride) + place.task))
                 place = Place(place.b, place.memory_b, place.h, task, task)
