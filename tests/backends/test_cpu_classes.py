@@ -7,7 +7,7 @@ import torch
 
 import foci
 from foci.backends.cpu import build
-from foci.backends.cpu.kernel import Arguments
+from foci.backends.cpu.kernel import Arguments, RowTensors
 from foci.backends.cpu.source import forward_source
 from foci.problem import Formula, Operands, Problem
 from foci.trace_functions import bind
@@ -43,7 +43,7 @@ def classes(q_len, kv_len, *, score=None, mask=None, batch=2, heads=4):
     arguments = Arguments(Operands(q, k, k, bound.captures, bound.ints, bound.floats))
     panel = library.foci_panel()
     table = torch.empty(batch, heads, -(-q_len // HALF), -(-kv_len // panel), dtype=torch.uint8)
-    call = arguments.packed((q, None, None, None, None), (None,) * 5)
+    call = arguments.packed((q, None, None, None, None), RowTensors(None))
     return table, bool(library.foci_classes(call, ctypes.c_void_p(table.data_ptr()))), panel
 
 

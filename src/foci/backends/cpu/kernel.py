@@ -7,7 +7,7 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import is_empty, without_keys
 from foci.ir.derivative import CaptureDerivative
-from foci.problem import Cotangents, Gradients, Operands, Results, empty_out, gradient_strides
+from foci.problem import Cotangents, Gradients, Operands, Results, empty_out, gradient_strides, make_tuple
 
 __all__ = ["CpuKernel"]
 
@@ -55,6 +55,28 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+class Sizes(NamedTuple):
+    """Sizes of a call, in the order of the native structure."""
+
+    batch: int  # entries, or sequences
+    q_heads: int
+    kv_heads: int
+    q_len: int  # queries of an entry, or of the longest sequence
+    kv_len: int
+    q_tokens: int  # rows of contiguous outputs: queries of an entry, or of all sequences
+    kv_tokens: int
+
+
+class RowTensors(NamedTuple):
+    """Contiguous float32 tensors with one number a row or column, in the order of the native structure; None for absent ones."""
+
+    lse: Tensor | None  # [B, Hq, Sq]
+    row_max: Tensor | None = None  # [B, Hq, Sq]; receives minus the gradient of lse where grad_column_sums is given
+    column_sums: Tensor | None = None  # [B, Hq, Skv]
+    grad_lse: Tensor | None = None
+    grad_column_sums: Tensor | None = None
+
+
 class Arguments:
     """Arguments of a native call. They own the memory that the packed structure points at: keep them until the call returns."""
 
@@ -77,20 +99,21 @@ class Arguments:
         q_len, kv_len = q_tokens, kv_tokens
         if operands.cu_q is not None:
             batch, q_len, kv_len = operands.cu_q.shape[0] - 1, operands.max_q, operands.max_kv
-        self.sizes = (batch, q_heads, kv_heads, q_len, kv_len, q_tokens, kv_tokens)
+        self.sizes: Sizes = make_tuple(Sizes, (batch, q_heads, kv_heads, q_len, kv_len, q_tokens, kv_tokens))
         self.threads = self._threads()
 
     def _threads(self) -> int:
-        batch, q_heads, _, q_len, kv_len, _, _ = self.sizes
-        if batch * q_heads * q_len * kv_len * self.operands.query.shape[3] < _SERIAL_WORK:
+        sizes = self.sizes
+        if sizes.batch * sizes.q_heads * sizes.q_len * sizes.kv_len * self.operands.query.shape[3] < _SERIAL_WORK:
             return 1
         return _threads_after_fork or torch.get_num_threads()
 
     def has_gaps(self, *, of_keys: bool) -> bool:
         """Whether tokens of a jagged batch belong to no sequence, so that no kernel writes them."""
-        offsets, lengths, tokens = self.offsets[of_keys], self.offsets[2 + of_keys], self.sizes[5 + of_keys]
+        offsets, lengths = self.offsets[of_keys], self.offsets[2 + of_keys]
         if offsets is None:
             return False
+        tokens = self.sizes.kv_tokens if of_keys else self.sizes.q_tokens
         return lengths is not None or int(offsets[0]) != 0 or int(offsets[-1]) != tokens
 
     def _place(self, kind: str, numbers: Sequence[float]) -> int:
@@ -103,7 +126,7 @@ class Arguments:
         return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
 
     def packed(
-        self, tensors: Tensors, rows: Tensors, gradients: Sequence[int] = (), tasks: tuple[int, int, int, int] = (1, 1, 1, 1)
+        self, tensors: Tensors, rows: RowTensors, gradients: Sequence[int] = (), tasks: tuple[int, int, int, int] = (1, 1, 1, 1)
     ) -> bytes:
         """The structure: `tensors` are those after query, key and value, `rows` the statistics and their gradients.
 
@@ -146,11 +169,11 @@ class CpuKernel(Kernel):
             lse.fill_(-torch.inf)
             if row_max is not None:
                 row_max.fill_(-torch.inf)
-        _check(self._forward(arguments.packed((out, *_NO_GRADIENTS), (lse, row_max, None, None, None))))
+        _check(self._forward(arguments.packed((out, *_NO_GRADIENTS), RowTensors(lse, row_max))))
         column_sums = None
         if self._columns is not None:
             column_sums = query.new_zeros((*query.shape[:2], operands.key.shape[2]), dtype=torch.float32)
-            _check(self._columns(arguments.packed((out, *_NO_GRADIENTS), (lse, None, column_sums, None, None))))
+            _check(self._columns(arguments.packed((out, *_NO_GRADIENTS), RowTensors(lse, column_sums=column_sums))))
         return Results(out, lse, row_max, column_sums)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
@@ -169,8 +192,8 @@ class CpuKernel(Kernel):
         splits = self._splits(arguments)
         sites = find_sites(problem.variant.score, problem.capture_grads)
         numbers = HeadNumbers(operands.query.shape[1], operands.ints)
-        sums = CaptureSums(sites, operands.captures, (arguments.sizes[0], arguments.sizes[2], splits), numbers)
-        rows = (results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
+        sums = CaptureSums(sites, operands.captures, (arguments.sizes.batch, arguments.sizes.kv_heads, splits), numbers)
+        rows = RowTensors(results.lse.contiguous(), None, None, *self._row_gradients(arguments, results, cotangents))
         tasks = (splits, *sums.partition.parts)
         _check(self._backward(arguments.packed((results.out, cotangents.out, *grads), rows, sums.described(), tasks)))
         gradients = Gradients(grads[0], grads[1], grads[2], sums.results(problem.capture_grads))
@@ -183,7 +206,7 @@ class CpuKernel(Kernel):
         captures = tuple(torch.zeros_like(t) if want else None for t, want in zip(operands.captures, p.capture_grads, strict=True))
         return Gradients(query, key, value, captures)
 
-    def _row_gradients(self, arguments: Arguments, results: Results, cotangents: Cotangents) -> Tensors:
+    def _row_gradients(self, arguments: Arguments, results: Results, cotangents: Cotangents) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of logsumexp and column sums, as the kernel takes them: what every weight of a row gets is in the first."""
         lse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         if cotangents.column_sums is None:
@@ -191,15 +214,14 @@ class CpuKernel(Kernel):
         assert self._columns is not None
         columns = cotangents.column_sums.to(torch.float32).contiguous()
         dots = torch.zeros_like(results.lse, memory_format=torch.contiguous_format)
-        rows = (results.lse.contiguous(), dots, None, None, columns)
+        rows = RowTensors(results.lse.contiguous(), dots, grad_column_sums=columns)
         _check(self._columns(arguments.packed((results.out, *_NO_GRADIENTS), rows)))
         return (dots.neg() if lse is None else lse - dots), columns
 
     def _splits(self, arguments: Arguments) -> int:
         """Parts of the keys, each with a dQ of its own: up to 64 tasks in all, by the sizes alone, so that threads do not matter."""
-        batch, _, kv_heads, _, kv_len, _, _ = arguments.sizes
-        heads = batch * kv_heads
-        return max(1, min(-(-64 // heads), kv_len // 512, _MOST_SPLITS))
+        sizes = arguments.sizes
+        return max(1, min(-(-64 // (sizes.batch * sizes.kv_heads)), sizes.kv_len // 512, _MOST_SPLITS))
 
 
 def _gradient_tensors(operands: Operands, needs_grad: tuple[bool, bool, bool]) -> Tensors:
