@@ -192,7 +192,7 @@ def test_the_driver_is_given_what_triton_gives_it(driver, name, make, grads, mon
 @pytest.mark.slow
 def test_row_kernels_give_the_driver_what_triton_gives_it(driver):
     config = layernorm.kernels.ColumnConfig(*map(tl.constexpr, (64, 8, 256, 0)))
-    row_kernel = layernorm._Kernel(layernorm.kernels.column_sums, (), {"c": config}, 4)
+    row_kernel = layernorm._Kernel(layernorm.kernels.column_sums, (), (), {"c": config}, 4)
     tensors = [torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(4, 256)]
     numbers = (64, 3, 64, 16, 5, 9)
     row_kernel.launch(0, STREAM, 3, tensors, numbers)

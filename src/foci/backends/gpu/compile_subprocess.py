@@ -15,7 +15,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import triton
 from triton import knobs
@@ -26,6 +26,17 @@ from foci.backends.gpu.functions import GENERATED, jit_function
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
 
 __all__ = ["compile_packed", "is_sendable", "pack"]
+
+
+class _Compilation(NamedTuple):
+    """A kernel to compile, as it is pickled."""
+
+    source_class: type  # Triton's class of the source
+    source: tuple[Any, ...]  # what its constructor takes: function, signature, constants and attributes
+    target: Any
+    options: dict[str, Any]
+    key: str  # Triton's key of the kernel
+    environment: dict[str, str]  # see `_surroundings`
 
 
 def is_sendable(asked: Mapping[str, str]) -> bool:
@@ -44,8 +55,9 @@ def pack(src: Any, target: Any, options: Mapping[str, Any], key: str) -> bytes:
         Exception: of any type, if something cannot be pickled.
     """
     file = io.BytesIO()
-    parts = (type(src), src.fn, src.signature, src.constants, src.attrs)
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((parts, target, dict(options), key, _surroundings(target.arch)))
+    source = (src.fn, src.signature, src.constants, src.attrs)
+    compilation = _Compilation(type(src), source, target, dict(options), key, _surroundings(target.arch))
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(compilation)
     return file.getvalue()
 
 
@@ -53,10 +65,12 @@ def compile_packed(packed: bytes) -> None:
     """Compile a kernel into Triton's cache on disk. Errors are ignored: the caller compiles again and raises them, while an exception that
     cannot be pickled would break this process's pool."""
     with suppress(Exception):
-        (kind, function, signature, constants, attrs), target, options, key, surroundings = pickle.loads(packed)
+        compilation: _Compilation = pickle.loads(packed)
+        function, _, constants, _ = compilation.source
         fill_cache_keys((function, *constants.values()))
-        with _as_there(surroundings), locked(key):
-            triton.compile(kind(function, signature, constants, attrs), target=target, options=options)
+        with _as_there(compilation.environment), locked(compilation.key):
+            source = compilation.source_class(*compilation.source)
+            triton.compile(source, target=compilation.target, options=compilation.options)
 
 
 class _Pickler(pickle.Pickler):

@@ -51,13 +51,16 @@ class _Kernel:
 
     Args:
         function: takes pointers and numbers, then constants.
-        example: a dtype for each pointer, and numbers.
+        pointers: the dtype of each.
+        numbers: an example of each.
         constants: by name, in the function's order.
         warps: of a program.
     """
 
-    def __init__(self, function: Any, example: tuple[Any, ...], constants: Mapping[str, Any], warps: int) -> None:
-        self._function, self._example, self._constants = function, example, tuple(constants.values())
+    def __init__(
+        self, function: Any, pointers: tuple[torch.dtype, ...], numbers: tuple[float, ...], constants: Mapping[str, Any], warps: int
+    ) -> None:
+        self._function, self._example, self._constants = function, (*pointers, *numbers), tuple(constants.values())
         self._options = {**constants, "num_warps": warps}
         self._known: dict[int, tuple[Any, tuple[Any, ...], bool, Any]] = {}
         self._turns = threading.Lock()
@@ -130,26 +133,36 @@ def _norm_sum(dtype: torch.dtype, width: int, *options: bool) -> tuple[_Kernel, 
     block, tile, warps = _tile(width, *_FORWARD, 8)
     config = kernels.NormConfig(*map(tl.constexpr, (width, block, tile, *options)))
     stats = torch.float32 if config.LEARNS.value else dtype
-    return _Kernel(kernels.norm_sum, (*(dtype,) * 5, stats, 1, 0, 1e-5), {"c": config}, warps), tile
+    return _Kernel(kernels.norm_sum, (*(dtype,) * 5, stats), (1, 0, 1e-5), {"c": config}, warps), tile
 
 
 @functools.lru_cache(maxsize=64)
 def _norm_gradient(dtype: torch.dtype, width: int, sums: int, adds: bool, scales: bool) -> tuple[_Kernel, int]:
     block, tile, warps = _tile(width, *_BACKWARD, 16)
     config = kernels.GradientConfig(*map(tl.constexpr, (width, block, tile, sums, adds, scales)))
-    example = (*(dtype,) * 3, torch.float32, *(dtype,) * 2, torch.float32, 1, 0, 1, 0)
-    return _Kernel(kernels.norm_gradient, example, {"c": config}, warps), tile
+    pointers = (*(dtype,) * 3, torch.float32, *(dtype,) * 2, torch.float32)
+    return _Kernel(kernels.norm_gradient, pointers, (1, 0, 1, 0), {"c": config}, warps), tile
 
 
 @functools.lru_cache(maxsize=64)
 def _column_sums(dtype: torch.dtype, unit: int, kind: int) -> _Kernel:
     config = kernels.ColumnConfig(*map(tl.constexpr, (unit, *_PART, kind)))
-    return _Kernel(kernels.column_sums, (dtype, dtype, torch.float32, 0, 1, 1, 1, 1, 0), {"c": config}, 4)
+    return _Kernel(kernels.column_sums, (dtype, dtype, torch.float32), (0, 1, 1, 1, 1, 0), {"c": config}, 4)
 
 
 @functools.lru_cache(maxsize=8)
 def _finish(dtype: torch.dtype) -> _Kernel:
-    return _Kernel(kernels.finish_sums, (torch.float32, dtype, 1, 1, 0, 1, 1), {"CHUNK": 128, "BLOCK": 32}, 4)
+    return _Kernel(kernels.finish_sums, (torch.float32, dtype), (1, 1, 0, 1, 1), {"CHUNK": 128, "BLOCK": 32}, 4)
+
+
+class _ColumnSums(NamedTuple):
+    """How the sums of the columns of one gradient are computed."""
+
+    kernel: _Kernel
+    kind: int  # as in `foci.backends.row_kernels.Column`
+    units: int  # of columns that are loaded together
+    blocks: int  # programs along the columns
+    first: int  # first slot of the line of a part
 
 
 class Backward:
@@ -159,7 +172,7 @@ class Backward:
     def __init__(self, dtype: torch.dtype, width: int, norms: Sequence[Norm], columns: Sequence[Column]) -> None:
         self.dtype, self.width = dtype, width
         self.norms: dict[Name, tuple[_Kernel, int, int]] = {}
-        self.columns: dict[Name, tuple[_Kernel, int, int, int, int]] = {}
+        self.columns: dict[Name, _ColumnSums] = {}
         self._begun: set[int] = set()
         sums: list[tuple[Name, int]] = []
         slots = 0
@@ -170,7 +183,7 @@ class Backward:
         self.slots = [slots, 0]
         for name, of, kind in columns:
             unit = next(n for n in (8, 4, 2, 1) if of % n == 0)
-            self.columns[name] = _column_sums(dtype, unit, kind), kind, of // unit, -(-of // _PART[1]), self.slots[1]
+            self.columns[name] = _ColumnSums(_column_sums(dtype, unit, kind), kind, of // unit, -(-of // _PART[1]), self.slots[1])
             sums.append((name, of))
             self.slots[1] += _slots(of)
         self.sizes: list[int] = []
@@ -182,7 +195,7 @@ class Backward:
                 self.sizes.append(_SLOT - of % _SLOT)
         self.start = _LINES[0] * self.slots[0]
         self.size = _SLOT * (self.start + _LINES[1] * self.slots[1])
-        self._kernels = [*(kernel for kernel, *_ in self.norms.values()), *(kernel for kernel, *_ in self.columns.values())]
+        self._kernels = [*(kernel for kernel, *_ in self.norms.values()), *(sums.kernel for sums in self.columns.values())]
         self._kernels += [_finish(dtype)] * bool(sums)
         self._forward = [_norm_sum(dtype, width, norm.of_sum, norm.of_sum, True, norm.scales, norm.shifts)[0] for norm in norms]
 
@@ -296,14 +309,13 @@ class Sums:
 
     def columns(self, name: Name, dy: Tensor, before: Tensor | None = None, /) -> None:
         """See `foci.backends.row_kernels.Sums`."""
-        kernel, kind, units, blocks, first = self._backward.columns[name]
-        assert (before is not None) == bool(kind)
-        dy = dy if kind else _even(dy)
+        sums = self._backward.columns[name]
+        assert (before is not None) == bool(sums.kind)
+        dy = dy if sums.kind else _even(dy)
         backward, parts = self._backward, self._programs[1]
-        numbers = (backward.start, self._rows, units, blocks, backward.slots[1], first)
-        kernel.launch(
-            self._place.device, self._place.stream, blocks * parts, (dy, dy if before is None else before, self._partial), numbers
-        )
+        numbers = (backward.start, self._rows, sums.units, sums.blocks, backward.slots[1], sums.first)
+        tensors = (dy, dy if before is None else before, self._partial)
+        sums.kernel.launch(self._place.device, self._place.stream, sums.blocks * parts, tensors, numbers)
 
     def finish(self) -> list[tuple[Name, Tensor]]:
         """All sums by name, in the dtype of the layer."""
