@@ -135,12 +135,14 @@ class PassBuilder:
         p = self.problem
         descriptors = schedule.descriptors and call.takes_descriptors
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
-        return _config(
-            (
-                schedule.tile_q, schedule.tile_kv, p.head_dim, self.dims[0], p.value_dim, self.dims[1], schedule.stages, schedule.turned,
-                "all" if visits is None else visits.mode, call.operands.cu_q is not None, descriptors, call.unit, call.is_wide,
-                call.is_plain or line is not None, line is not None, call.operands.scale < 0, self.reads_tiles, p.formula.dropout,
-                p.formula.block_size is not None, is_bounded, precision,
+        return _as_constants(
+            Config(
+                TILE_Q=schedule.tile_q, TILE_KV=schedule.tile_kv, D=p.head_dim, D_PAD=self.dims[0], DV=p.value_dim, DV_PAD=self.dims[1],
+                STAGES=schedule.stages, TURNED=schedule.turned, MODE="all" if visits is None else visits.mode,
+                JAGGED=call.operands.cu_q is not None, DESCRIPTORS=descriptors, UNIT=call.unit, WIDE=call.is_wide,
+                PLAIN=call.is_plain or line is not None, AFFINE=line is not None, NEGATIVE=call.operands.scale < 0,
+                SPLIT_EDGE=self.reads_tiles, DROPOUT=p.formula.dropout, BLOCKS=p.formula.block_size is not None, BOUNDED=is_bounded,
+                PRECISION=precision,
             )
         )  # fmt: skip
 
@@ -162,5 +164,5 @@ class PassBuilder:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...]) -> Config:
-    return Config(*map(tl.constexpr, values))
+def _as_constants(config: Config) -> Config:
+    return Config(*map(tl.constexpr, config))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from foci.backends.gpu.allocate import result_tensors
@@ -198,19 +197,12 @@ class HopperForward:
         """Compile-time configuration of a launch."""
         p = self.problem
         return make_config(
-            (
-                schedule.consumers, schedule.overlapped, schedule.tile_q, schedule.tile_kv, schedule.stages,
-                p.head_dim, padded_width(p.head_dim), p.value_dim, padded_width(p.value_dim), mode, is_jagged, is_plain,
-                p.formula.dropout, p.formula.block_size is not None, mode == "bounds" and self.has_low,
-                mask_bits.bits is not None, schedule.persistent,
-            ),
+            CONSUMERS=schedule.consumers, OVERLAPPED=schedule.overlapped, TILE_Q=schedule.tile_q, TILE_KV=schedule.tile_kv,
+            STAGES=schedule.stages, D=p.head_dim, D_PAD=padded_width(p.head_dim), DV=p.value_dim, DV_PAD=padded_width(p.value_dim),
+            MODE=mode, JAGGED=is_jagged, PLAIN=is_plain, DROPOUT=p.formula.dropout, BLOCKS=p.formula.block_size is not None,
+            LOW=mode == "bounds" and self.has_low, MASK_BITS=mask_bits.bits is not None, PERSISTENT=schedule.persistent,
             AFFINE=is_affine, SINGLE_LOOP=schedule.single_loop, NAMED_BARRIERS=schedule.named_barriers, EXACT_MAX=p.formula.outputs.row_max,
             Q_IN_REGISTERS=schedule.q_in_registers, EARLY_ROUNDING=schedule.early_rounding and not p.formula.dropout,
             KEY_STARTS=mask_bits.starts is not None, HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers,
             SERPENTINE=schedule.serpentine,
         )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _config(values: tuple[Any, ...], **flags: int) -> Config:
-    return Config(*map(tl.constexpr, values))._replace(**{name: tl.constexpr(value) for name, value in flags.items()})
