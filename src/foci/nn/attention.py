@@ -197,7 +197,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             at = 0 if self.batch_first else 1
             query, key, value = query.unsqueeze(at), key.unsqueeze(at), value.unsqueeze(at)
             padding = None if padding is None else padding.unsqueeze(0)
-        weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, self.in_proj_bias)
+        weights = torchscript.Parameters(self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, self.in_proj_bias)
         q, k, v = torchscript.project(query, key, value, weights, self.embed_dim)
         if not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)

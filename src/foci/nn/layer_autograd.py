@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from foci.backends.row_kernels import Backward, Rows, Sums
 from foci.compat.torch import is_legacy_batched
-from foci.dispatch import PackedCall
+from foci.dispatch import PackedCall, Passes
 from foci.nn.fused_rowwise import layer_backward
 from foci.nn.layer_ops import (
     FIRST,
@@ -34,7 +34,8 @@ from foci.nn.layer_ops import (
     compute_layer,
 )
 from foci.nn.linear_ops import linear_relu
-from foci.problem import OptionalTensors
+from foci.operator import Outline
+from foci.problem import OptionalTensors, make_tuple
 
 __all__ = ["compute_layer_saving"]
 
@@ -137,6 +138,16 @@ class _SavingOps(InferenceOps):
         return out
 
 
+class _Facts(NamedTuple):
+    """A call of a layer besides its tensors, as its backward needs it."""
+
+    plan: Plan
+    outline: Outline
+    passes: Passes
+    captures: int  # number of tensors that the attention's functions close over
+    sums: Backward | None  # computes the sums of columns, if kernels of rows take the layer
+
+
 class _Node(torch.autograd.Function):
     """A layer of tokens, as autograd sees it."""
 
@@ -145,16 +156,17 @@ class _Node(torch.autograd.Function):
         steps = _SavingOps(attention, rows)
         sums = None if rows is None else _layer_sums(plan, ctx.needs_input_grad[3:], rows, p)
         out, call = compute_layer(plan, x, p, steps), steps.call
-        ctx.facts = plan, call.outline, call.passes, len(call.captures), sums if steps.has_rows else None
+        ctx.facts = make_tuple(_Facts, (plan, call.outline, call.passes, len(call.captures), sums if steps.has_rows else None))
         ctx.save_for_backward(*p, *call.captures, *call.optional, *steps.kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        plan, outline, passes, count, sums = ctx.facts
+        facts: _Facts = ctx.facts
+        plan, sums, count = facts.plan, facts.sums, facts.captures
         saved, wanted, rest = ctx.saved_tensors, ctx.needs_input_grad[3:], 12 + count + 7
         p, call_tensors, kept = saved[:12], saved[12:rest], list(saved[rest:])
-        call = PackedCall(outline, call_tensors[:count], OptionalTensors(*call_tensors[count:]), passes)
+        call = PackedCall(facts.outline, call_tensors[:count], OptionalTensors(*call_tensors[count:]), facts.passes)
         if torch.is_grad_enabled() or is_legacy_batched(dy):
             return (None, None, None, *_recorded(plan, (kept[0], *p), call, _dropout_masks(plan, kept), dy, wanted))
         del saved

@@ -1,13 +1,12 @@
 """What TorchScript runs of the modules: the same operator, padded, with masks added to the scores.
 
 TorchScript holds no Python functions, so that a scripted module knows no mask or score of its own and no cache, and
-computes padding, which it sets to zero. The functions keep to what torch.jit compiles.
+computes padding, which it sets to zero. The functions keep to what torch.jit compiles, which does
+not read a NamedTuple whose annotations are text: so this file has no `from __future__ import annotations`.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,15 @@ AS_IT_IS: Final = PLAIN.text
 ADDED: Final = bind(scores.bias(torch.zeros(2, 2, 2, 2)).function, None, torch.device("cpu")).variant.text
 """The formula's text with a tensor [B, H, L, S] added to the scores."""
 
-Parameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+class Parameters(NamedTuple):
+    """Parameters of the in-projections: one weight of all three, or three."""
+
+    in_proj_weight: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    bias: Tensor | None  # of all three
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype, name: str) -> Tensor | None:
@@ -40,8 +47,9 @@ def additive(mask: Tensor | None, dtype: torch.dtype, name: str) -> Tensor | Non
 
 
 def project(query: Tensor, key: Tensor, value: Tensor, weights: Parameters, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The in-projections; `weights` are in_proj_weight, or three weights, and the bias."""
-    packed, q_weight, k_weight, v_weight, bias = weights
+    """The in-projections."""
+    packed, bias = weights.in_proj_weight, weights.bias
+    q_weight, k_weight, v_weight = weights.q_weight, weights.k_weight, weights.v_weight
     if packed is not None:
         width = (packed.size(0) - size) // 2
         q_weight, k_weight, v_weight = packed[:size], packed[size : size + width], packed[size + width :]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,20 +64,31 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Flat) -> None:
     ctx.save_for_backward(*inputs[:3], *inputs[3], *(x for x in inputs[_OPTIONAL] if x is not None), output[0], output[1])
 
 
-def _restore(ctx: Any) -> tuple[Formula, Operands, Allowed, Tensor, Tensor]:
+class _Saved(NamedTuple):
+    """A call of the forward, as its backward finds it again."""
+
+    formula: Formula
+    operands: Operands
+    allowed: Allowed
+    out: Tensor
+    lse: Tensor
+
+
+def _restore(ctx: Any) -> _Saved:
     *saved, out, lse = ctx.saved_tensors
     rest = iter(saved[3 + ctx.captured :])
     optional = [next(rest) if present else None for present in ctx.present]
     formula, operands, allowed = unflatten((*saved[:3], saved[3 : 3 + ctx.captured], *optional, *ctx.numbers))
-    return formula, operands, allowed, out, lse
+    return _Saved(formula, operands, allowed, out, lse)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    formula, operands, allowed, out, lse = _restore(ctx)
+    call = _restore(ctx)
     wanted = ctx.needs_input_grad
     captures = wanted[3] if isinstance(wanted[3], (list, tuple)) else [wanted[3]] * ctx.captured
     needs: Needs = (wanted[0], wanted[1], wanted[2], tuple(captures))
-    gradients = call_backward(formula, operands, Results(out, lse), name_cotangents(grads, out, formula.outputs), needs, allowed)
+    cotangents = name_cotangents(grads, call.out, call.formula.outputs)
+    gradients = call_backward(call.formula, call.operands, Results(call.out, call.lse), cotangents, needs, call.allowed)
     return (gradients.query, gradients.key, gradients.value, list(gradients.captures), *_no_gradients(ctx.numbers))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -268,7 +268,7 @@ class Captured:
         learning = watch.learning() if torch.is_grad_enabled() else ()
         needs_grad = bool(learning) or (torch.is_grad_enabled() and any(t.requires_grad for t in call.tokens))
         tensors = (*call.tokens, *(p.offsets for p in call.packings), *(p.bias for p in call.packings if p.bias is not None))
-        key = (
+        key: Hashable = (
             seats, call.settings, tuple((t.dtype, t.shape[1:], needs_grad and t.requires_grad) for t in tensors),
             tuple((t.dtype, t.shape) for t in call.masks), watch.in_training(), tuple(map(id, learning)), needs_grad,
             read_environment(allowed_backends(), device), matmul_precision(),
