@@ -176,8 +176,9 @@ def test_no_exception_leaves_the_other_process():
 def test_functions_made_of_text_are_made_again_elsewhere():
     function = jit_function("twice", "def twice(x):\n    return x + x\n")
     source = SimpleNamespace(fn=first_kernel, signature={"x": "*fp32"}, constants={(1,): function}, attrs={})
-    (_, fn, *_, constants, _), target, options, *_ = pickle.loads(pack(source, GPUTarget("cuda", 80, 32), {"num_warps": 4}, "key"))
-    assert (fn, target, options) == (first_kernel, GPUTarget("cuda", 80, 32), {"num_warps": 4})
+    compilation = pickle.loads(pack(source, GPUTarget("cuda", 80, 32), {"num_warps": 4}, "key"))
+    fn, _, constants, _ = compilation.source
+    assert (fn, compilation.target, compilation.options) == (first_kernel, GPUTarget("cuda", 80, 32), {"num_warps": 4})
     assert constants[1,] is not function
     assert constants[1,].cache_key == function.cache_key
 

@@ -169,7 +169,8 @@ class CpuKernel(Kernel):
             lse.fill_(-torch.inf)
             if row_max is not None:
                 row_max.fill_(-torch.inf)
-        _check(self._forward(arguments.packed((out, *_NO_GRADIENTS), RowTensors(lse, row_max))))
+        rows: RowTensors = make_tuple(RowTensors, (lse, row_max, None, None, None))
+        _check(self._forward(arguments.packed((out, *_NO_GRADIENTS), rows)))
         column_sums = None
         if self._columns is not None:
             column_sums = query.new_zeros((*query.shape[:2], operands.key.shape[2]), dtype=torch.float32)
