@@ -11,6 +11,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -31,7 +32,8 @@ from foci.backends.gpu import compiling  # noqa: E402
 from foci.backends.gpu.compile_subprocess import compile_packed, pack  # noqa: E402
 from foci.backends.gpu.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
 from foci.backends.gpu.functions import jit_function  # noqa: E402
-from foci.backends.gpu.launch_builder import LaunchBuilder  # noqa: E402
+from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments  # noqa: E402
+from foci.backends.gpu.symbolic_tokens import Count  # noqa: E402
 
 
 @triton.jit
@@ -206,6 +208,21 @@ def test_kernels_that_differ_in_a_constant_or_in_what_is_absent_compile_each(eve
     x, there, absent = torch.zeros(16), (1, torch.zeros(16)), (1, None)
     kinds = {compiling.Waiting(first_kernel, (x, part), {}, print).kind for part in (there, absent)}
     assert len(kinds) == 2
+
+
+class Config(NamedTuple):
+    """Compile-time configuration, as the Hopper backend's."""
+
+    TILE: tl.constexpr
+
+
+def test_a_configuration_stays_one_object_so_that_a_known_kernel_is_known():
+    config = Config(tl.constexpr(64))
+    plain = plain_arguments((config, (3, config), (Count(5, "t[0]"), config)))
+    assert plain == (config, (3, config), (5, config))
+    assert all(each is config for each in (plain[0], plain[1][1], plain[2][1]))
+    kinds = {compiling.Waiting(first_kernel, plain_arguments((torch.zeros(16), config)), {}, print).kind for _ in range(2)}
+    assert len(kinds) == 1
 
 
 def test_the_front_end_reads_one_kernel_at_a_time(events, monkeypatch):

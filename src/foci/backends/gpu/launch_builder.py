@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -258,7 +259,10 @@ def _plain_one(arg: Any) -> Any:
     if isinstance(arg, Count):
         return int(arg)
     if isinstance(arg, tuple):
-        return type(arg)(*plain_arguments(arg)) if hasattr(arg, "_fields") else plain_arguments(arg)
+        plain_parts = plain_arguments(arg)
+        if all(map(operator.is_, plain_parts, arg)):
+            return arg  # `Waiting.kind` knows a configuration by its identity
+        return type(arg)(*plain_parts) if hasattr(arg, "_fields") else plain_parts
     if _is_descriptor(arg) and any(isinstance(n, Count) for n in arg.shape):
         plain = copy.copy(arg)
         plain.shape = list(map(int, arg.shape))
