@@ -24,9 +24,11 @@ __all__ = [
     "KernelSource",
     "async_compile_mode",
     "cached_files",
+    "digest_triton",
     "find_bottom",
     "keep_files",
     "kernel_source",
+    "ptxas_version",
     "release",
     "untested_release",
 ]
@@ -60,6 +62,23 @@ def async_compile_mode() -> ContextVar[Any] | None:
         "triton.runtime._async_compile.active_mode", without="compiles new kernels one after the other", seen=("3.6", "3.9")
     )
     return active_mode
+
+
+def digest_triton() -> None:
+    """Have Triton compute the digest of its own files, which it keeps: part of the cache key of every kernel."""
+    digest = find(
+        "triton.runtime.cache.triton_key", without="lets a process's first kernel wait for a digest of Triton's files", seen=("3.6", "3.9")
+    )
+    if digest is not None:
+        digest()
+
+
+def ptxas_version(arch: int) -> None:
+    """Have Triton find the version of ptxas for an architecture, which it keeps: part of the cache key of every kernel."""
+    name = "triton.backends.nvidia.compiler.get_ptxas_version"
+    version = find(name, without="lets a process's first kernel wait for the version of ptxas", seen=("3.6", "3.9"))
+    if version is not None:
+        version(arch)
 
 
 class Bottom(NamedTuple):

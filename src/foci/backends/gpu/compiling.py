@@ -31,6 +31,7 @@ from foci.backends.compile_workers import Job
 from foci.backends.contract import Unbuildable
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.backends.gpu.kernel_store import note, restore
+from foci.backends.gpu.toolchain import wait_until_prepared
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, KernelSource, async_compile_mode, kernel_source, release
 
 __all__ = [
@@ -183,6 +184,7 @@ def launch_waiting(queue: list[Waiting]) -> None:
     for kind in _met & new.keys():
         del new[kind]
     if new:
+        wait_until_prepared()
         with _short_gil_interval():
             _compile(list(new.values()))
         if len(_met) > _MOST_MET:

@@ -99,6 +99,9 @@ class HopperBackend(Backend):
     def build(self, plan: Plan, /) -> Kernel:
         """Build the kernels of a plan; each is compiled at its first launch. Under an untested release of Triton they are checked first."""
         self_check.check(plan)
+        from foci.backends.gpu.toolchain import prepare_compiler
+
+        prepare_compiler(plan.target.arch)
         from foci.backends.hopper.kernel import build_kernel
 
         return build_kernel(plan)

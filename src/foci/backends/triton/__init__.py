@@ -42,6 +42,10 @@ class TritonBackend(Backend):
         """Kernels of a plan. Triton compiles each when it is first launched; under a release that foci was not tested with, their kind is
         checked first."""
         self_check.check(plan)
+        if plan.target.device == "cuda":
+            from foci.backends.gpu.toolchain import prepare_compiler
+
+            prepare_compiler(plan.target.arch)
         from foci.backends.triton.kernel import build_kernel
         from foci.backends.triton.paged import PagedKernel
         from foci.backends.triton.tuning import TunedKernel

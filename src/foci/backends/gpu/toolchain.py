@@ -1,0 +1,52 @@
+"""Prepares Triton's compiler in threads, while the caller imports kernels and plans.
+
+Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files, 450 MB, for its cache keys. It also asks
+ptxas for its version, and loads its driver, which it compiles with the machine's C compiler if its cache is empty. Nearly all of this runs
+outside of the GIL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import torch
+import triton
+
+from foci.compat.triton import digest_triton, ptxas_version
+
+__all__ = ["prepare_compiler", "wait_until_prepared"]
+
+
+def prepare_compiler(arch: int) -> None:
+    """Begin to prepare Triton's compiler, once in a process.
+
+    Args:
+        arch: of the GPU, such as 90. Without a GPU the driver is left alone.
+    """
+    with _lock:
+        if _begun or triton.knobs.runtime.interpret:
+            return
+        steps: list[Callable[[], object]] = [digest_triton, lambda: ptxas_version(arch)]
+        if torch.cuda.is_available():
+            steps.append(lambda: triton.runtime.driver.active.utils)
+        _begun.extend(threading.Thread(target=_try, args=(step,), name="foci-toolchain") for step in steps)
+        for thread in _begun:
+            thread.start()
+
+
+def wait_until_prepared() -> None:
+    """Wait for what `prepare_compiler` began: a thread that asked for the same meanwhile would do it a second time."""
+    for thread in _begun:
+        thread.join()
+
+
+def _try(step: Callable[[], object]) -> None:
+    with suppress(Exception):  # the compilation asks again, and raises the error
+        step()
+
+
+_begun: Final[list[threading.Thread]] = []
+_lock: Final = threading.Lock()

@@ -1,0 +1,75 @@
+"""Triton's compiler is prepared in threads, once in a process, and the first kernel waits for them."""
+
+import threading
+import time
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.backends.nvidia import compiler as nvidia  # noqa: E402
+from triton.runtime import cache  # noqa: E402
+
+from foci.backends.gpu import compiling, toolchain  # noqa: E402
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """(name, whether in the main thread) of each step, each of which takes a moment."""
+    done = []
+
+    def step(name):
+        time.sleep(0.05)
+        done.append((name, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(toolchain, "_begun", [])
+    monkeypatch.setattr(toolchain, "digest_triton", lambda: step("digest"))
+    monkeypatch.setattr(toolchain, "ptxas_version", lambda arch: step(f"ptxas {arch}"))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    return done
+
+
+def test_the_compiler_is_prepared_once_beside_the_caller(steps):
+    for _ in range(2):
+        toolchain.prepare_compiler(90)
+    toolchain.wait_until_prepared()
+    assert sorted(steps) == [("digest", False), ("ptxas 90", False)]
+
+
+def test_new_kernels_wait_until_the_compiler_is_prepared(steps, monkeypatch):
+    monkeypatch.setattr(compiling, "_met", set())
+    monkeypatch.setattr(compiling, "_compile", lambda new: steps.append("compile"))
+    toolchain.prepare_compiler(90)
+    compiling.launch_waiting([compiling.Waiting(toolchain_kernel, (), {}, lambda: steps.append("launch"))])
+    assert len(steps) == 4
+    assert steps[-2:] == ["compile", "launch"]
+
+
+@triton.jit
+def toolchain_kernel():
+    pass
+
+
+def test_an_error_is_left_to_the_compilation(steps, monkeypatch):
+    def fail():
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(toolchain, "digest_triton", fail)
+    toolchain.prepare_compiler(90)
+    toolchain.wait_until_prepared()
+    assert steps == [("ptxas 90", False)]
+
+
+def test_nothing_is_prepared_for_the_interpreter(steps, monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    toolchain.prepare_compiler(90)
+    assert not toolchain._begun
+
+
+def test_triton_keeps_what_is_prepared():
+    if triton.knobs.runtime.interpret:
+        pytest.skip("the interpreter does not compile")
+    toolchain.digest_triton()
+    toolchain.ptxas_version(90)
+    assert cache.triton_key.cache_info().currsize == 1
+    assert nvidia.get_ptxas_version.cache_info().currsize >= 1
