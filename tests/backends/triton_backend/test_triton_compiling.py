@@ -1,5 +1,6 @@
 """New kernels compile side by side, and launches wait for them: without a GPU, by a driver that launches nothing."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -408,24 +409,32 @@ def test_what_waits_is_read_before_what_is_ahead(events, monkeypatch):
     assert read == ["first_kernel", "second_kernel"]
 
 
-def test_the_switch_interval_is_the_users_again(events):
-    before, seen = sys.getswitchinterval(), []
+def settings():
+    return sys.getswitchinterval(), gc.isenabled()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_interpreters_settings_are_the_users_again(events, collects):
+    interval, seen = sys.getswitchinterval(), []
     inside = compiling._compile
 
     def noted(new):
-        seen.append(sys.getswitchinterval())
-        with compiling._short_gil_interval():
+        seen.append(settings())
+        with compiling._caller_waits():
             inside(new)
-        seen.append(sys.getswitchinterval())
+        seen.append(settings())
 
     compiling._compile = noted
     try:
+        if not collects:
+            gc.disable()
         with pytest.raises(triton.CompilationError), compile_in_parallel():
             launch(wrong_kernel)
+        assert seen == [(pytest.approx(2e-4), False)] * 2
+        assert settings() == (interval, collects)
     finally:
         compiling._compile = inside
-    assert seen == [pytest.approx(2e-4)] * 2
-    assert sys.getswitchinterval() == before
+        gc.enable()
 
 
 def test_the_switch_interval_stays_where_nobody_waits(events, monkeypatch):

@@ -9,6 +9,7 @@ launches run in order. Kernels that a later pass will launch are started after t
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import threading
@@ -185,7 +186,7 @@ def launch_waiting(queue: list[Waiting]) -> None:
         del new[kind]
     if new:
         wait_until_prepared()
-        with _short_gil_interval():
+        with _caller_waits():
             _compile(list(new.values()))
         if len(_met) > _MOST_MET:
             _met.clear()
@@ -232,28 +233,40 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
 
 
 @contextmanager
-def _short_gil_interval() -> Iterator[None]:
-    """Shorten the GIL switch interval while a caller waits for kernels. The compiler takes the GIL briefly about 100 times per kernel, and
-    would wait 5 ms each time while the front end processes another kernel."""
+def _caller_waits() -> Iterator[None]:
+    """Shorten the GIL switch interval and pause Python's garbage collector while a caller waits for kernels. The compiler takes the GIL
+    briefly about 100 times per kernel, and would wait 5 ms each time while the front end processes another kernel. The front end makes
+    objects by the hundred thousand, so the collector would look through all objects of the process again and again, a fifth of the front
+    end's time."""
     if not is_waited_for():
         yield
         return
-    with _interval_lock:
-        _saved_intervals.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_saved_intervals[0], 2e-4))
+    with _settings_lock:
+        _saved_settings.append(_Settings(sys.getswitchinterval(), gc.isenabled()))
+        sys.setswitchinterval(min(_saved_settings[0].switch_interval, 2e-4))
+        gc.disable()
     try:
         yield
     finally:
-        with _interval_lock:
-            before = _saved_intervals[0]
-            _saved_intervals.pop()
-            if not _saved_intervals:
-                sys.setswitchinterval(before)
+        with _settings_lock:
+            before = _saved_settings[0]
+            _saved_settings.pop()
+            if not _saved_settings:
+                sys.setswitchinterval(before.switch_interval)
+                if before.collects:
+                    gc.enable()
 
 
-_interval_lock: Final = threading.Lock()
-_saved_intervals: Final[list[float]] = []
-"""Intervals to restore; the first is the process's own."""
+class _Settings(NamedTuple):
+    """Settings of the interpreter."""
+
+    switch_interval: float  # seconds
+    collects: bool  # whether the garbage collector runs by itself
+
+
+_settings_lock: Final = threading.Lock()
+_saved_settings: Final[list[_Settings]] = []
+"""Settings to restore; the first are the process's own."""
 
 
 class _ParallelCompileMode:
