@@ -87,3 +87,27 @@ def test_a_failure_ahead_is_told(monkeypatch):
     problem = next(problem for problem in make_problems() if problem.kind == "plain")
     with pytest.warns(RuntimeWarning, match="cannot compile some kernels for other lengths ahead.*NameError: no such kernel"):
         precompiled(80, problem, monkeypatch)
+
+
+# START-01
+@pytest.mark.parametrize("problem", [p for p in make_problems() if p.kind in ("plain", "causal", "window") and p.needs_grad], ids=str)
+def test_a_first_call_compiles_forwards_of_other_lengths_beside_its_own(problem, monkeypatch):
+    launched, compiled = [], []
+
+    def note(function, args, options):
+        compiled.append(function.kernel(args, {**COMPILE_OPTIONS, **options}))
+
+    with recording_launches(monkeypatch, 90, lambda function, log: Needed(function, 90, launched)), foci.use(*ARCHS[90]):
+        monkeypatch.setattr(precompile_backward, "launch_ahead", note)
+        monkeypatch.setattr(precompile_backward, "is_new", lambda: True)
+        monkeypatch.setattr(precompile_backward, "compiles_beside", lambda: True)
+        run(problem, FIRST)
+    monkeypatch.undo()
+    known = {*launched, *compiled}
+    sizes = [sizes for sizes in problem.sizes(LENGTHS, BATCHES) if sizes.batch * sizes.kv_len <= 1 << 18]
+    # the portable backend's forwards are left to the workers; only the Hopper backend's have consumers
+    needed = {
+        kernel for kernel in needs(90, problem, sizes) if kernel.name == "attention_forward" and "c.CONSUMERS" in dict(kernel.constants)
+    }
+    assert needed
+    assert needed <= known

@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 
 from foci.backends.compile_priority import Submit
 
-__all__ = ["Job", "compile_workers", "serve"]
+__all__ = ["Job", "available_cores", "compile_workers", "serve"]
 
 _CORES_EACH: Final = 4
 """Cores of the machine for each worker: the program has the others."""
@@ -36,11 +36,15 @@ class Job(Future[Any]):
 
 
 def compile_workers() -> Submit | None:
-    """Return the function that submits a job to the workers; None where the machine has too few cores for one. Ranks of one machine share
-    its cores."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // (_CORES_EACH * ranks))
+    """Return the function that submits a job to the workers; None where the machine has too few cores for one."""
+    count = min(_MOST_WORKERS, available_cores() // _CORES_EACH)
     return _Pool.of(count).submit if count else None
+
+
+def available_cores() -> int:
+    """Cores for this process; ranks of one machine share its cores."""
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 class _Pool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import sys
 import threading
 from collections import OrderedDict
@@ -28,7 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import compiling, locked
 from foci.backends.compile_priority import is_stopping, is_waited_for, submit_elsewhere
-from foci.backends.compile_workers import Job
+from foci.backends.compile_workers import Job, available_cores
 from foci.backends.contract import Unbuildable
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.backends.gpu.kernel_store import note, restore
@@ -41,6 +40,7 @@ __all__ = [
     "compile_and_launch",
     "compile_and_load",
     "compile_in_parallel",
+    "compiles_beside",
     "is_new",
     "launch_ahead",
     "launch_waiting",
@@ -208,7 +208,7 @@ def _compile(new: Sequence[Waiting]) -> None:
 
 
 def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) -> None:
-    pool = ThreadPoolExecutor(2 * len(new))
+    pool, pool_ahead = ThreadPoolExecutor(2 * len(new)), ThreadPoolExecutor(max(1, available_cores() // 4))
     beside = _Beside(pool)
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
@@ -216,10 +216,10 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
         # the last kernel of a pass takes longest: begin with it
         for each in reversed([each for each in new if not each.is_ahead]):
             each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
-        if len(os.sched_getaffinity(0)) < 2 * len(new):
+        if not compiles_beside():
             mode.finish()
         beside.wait_until_read()
-        mode.is_ahead = True
+        mode.is_ahead, beside.pool = True, pool_ahead
         later = [each for each in new if each.is_ahead]
         for each in reversed(later) if is_waited_for() else later:
             if is_stopping():
@@ -229,7 +229,16 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
     finally:
         active_mode.reset(token)
         pool.shutdown(wait=False)
+        pool_ahead.shutdown(wait=False)
     mode.finish()
+
+
+_FEW_CORES: Final = 8
+
+
+def compiles_beside() -> bool:
+    """Whether kernels of later passes compile beside those that a caller waits for. On a few cores they would take these from them."""
+    return available_cores() >= _FEW_CORES
 
 
 @contextmanager
@@ -324,7 +333,7 @@ class _Beside:
     """Begins compilations of kernels, and of their launchers, in a pool."""
 
     def __init__(self, pool: Executor) -> None:
-        self._pool = pool
+        self.pool = pool
         self._read: list[threading.Event] = []
 
     def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _WorkerKernel:
@@ -342,11 +351,11 @@ class _Beside:
         if src is not None:
             src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
         if src is not None and release() == (3, 6) and is_waited_for():
-            self._pool.submit(_build_launcher, src)
+            self.pool.submit(_build_launcher, src)
         if is_kept:
-            future = self._pool.submit(compile_it)
+            future = self.pool.submit(compile_it)
         elif sent is None:
-            future = self._pool.submit(_compile_once, key, source, compile_it)
+            future = self.pool.submit(_compile_once, key, source, compile_it)
         else:
             if src is not None and release() == (3, 6):
                 with suppress(Exception):  # its load builds it again, and raises the error

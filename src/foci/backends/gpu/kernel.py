@@ -19,7 +19,7 @@ from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import RepeatablePasses
 from foci.backends.gpu.passes import PassBuilder
-from foci.backends.gpu.precompile_backward import PrecompileBuilder, meta_sequences, precompile_backward
+from foci.backends.gpu.precompile_backward import PrecompileBuilder, meta_sequences, precompile_backward, precompile_other_lengths
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.stream_state import current_stream
 from foci.backends.gpu.symbolic_tokens import count_tokens
@@ -37,6 +37,10 @@ class ForwardPass(Protocol):
 
     def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder, /) -> Results:
         """Allocate the results and add the launches."""
+        ...
+
+    def of_other_lengths(self) -> Iterable[ForwardPass]:
+        """Forwards that the problem's calls of other lengths may take; those that compile in a moment are left out."""
         ...
 
 
@@ -88,6 +92,7 @@ class GpuKernel(RepeatablePasses, Kernel):
         with compile_in_parallel():
             results = self.forward_pass.build(operands, sequences, launches)
             launches.finish(count_tokens(operands))
+            precompile_other_lengths(self, operands)  # before: what is added last compiles first
             precompile_backward(self, operands, sequences, results)
         if key is not None and (built := launches.built) is not None:
             self.keep(key, operands, sequences, built, self.results)

@@ -45,6 +45,10 @@ class PortableForward:
         is_listed = _is_listed(variant, formula.block_size)
         self.forward_kind = "forward" if is_whole else "forward_listed" if is_listed else "forward_sparse"
 
+    def of_other_lengths(self) -> tuple[PortableForward, ...]:
+        """None: they compile in a moment."""
+        return ()
+
     def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder) -> Results:
         """See `foci.backends.gpu.kernel.ForwardPass`."""
         query = operands.query

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foci.backends.contract import Given, Inputs
-from foci.backends.gpu.compiling import is_new, launch_ahead
+from foci.backends.gpu.compiling import compiles_beside, is_new, launch_ahead
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
 from foci.backends.gpu.symbolic_tokens import Tokens
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from foci.backends.gpu.kernel import GpuKernel
     from foci.backends.gpu.tile_tables import Sequences
 
-__all__ = ["PrecompileBuilder", "meta_sequences", "precompile_backward"]
+__all__ = ["PrecompileBuilder", "meta_sequences", "precompile_backward", "precompile_other_lengths"]
 
 
 class PrecompileBuilder(LaunchBuilder):
@@ -72,6 +73,26 @@ def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequen
     # the backward pass raises the same error, where the caller expects it
     with suppress(Exception):
         kernel.backward_pass.build(operands, bwd_args, sequences, PrecompileBuilder(), None)
+
+
+def precompile_other_lengths(kernel: GpuKernel, operands: Operands) -> None:
+    """Compiles the forward kernels of the problem's other lengths, where this one is new, and the machine has cores to do so beside it.
+
+    Called within `compile_in_parallel`. The front end processes them while the caller waits for its own kernel, and workers would not
+    have started by then. Packed sequences and block masks are left to `foci.precompile_lengths`.
+    """
+    is_other = kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None or operands.page_table is not None
+    is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)
+    if is_other or is_empty or free_stream(operands.query) is None or not compiles_beside() or not is_new():
+        return
+    query, key, value = (
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (operands.query, operands.key, operands.value)
+    )
+    for forward in kernel.forward_pass.of_other_lengths():
+        # a call of these lengths raises the same error
+        with suppress(Exception):
+            meta = replace(operands, query=query, key=key, value=value, program=None)
+            forward.build(meta, meta_sequences(meta), PrecompileBuilder())
 
 
 def meta_sequences(operands: Operands) -> Sequences:

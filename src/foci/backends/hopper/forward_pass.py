@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
@@ -27,12 +29,12 @@ from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import build_functions
 from foci.backends.hopper.kernel_args import ForwardFunctions, ForwardParams
 from foci.backends.hopper.mask_bits import PackedMask, cover_keys, mark_keys, order_tasks, pack_masks
-from foci.backends.hopper.schedules import Schedule, dense_sizes, forward_schedule, padded_width
+from foci.backends.hopper.schedules import Schedule, dense_sizes, forward_schedule, padded_width, schedules_of_lengths
 from foci.backends.hopper.zero_fill import zero_counters, zero_fill_gaps
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES
 from foci.ir.expr import const
-from foci.problem import Operands, Results
+from foci.problem import Layout, Operands, Results
 
 __all__ = ["HopperForward"]
 
@@ -68,6 +70,7 @@ class HopperForward:
         self.is_bounded = bounds is not None and self.problem.formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
         self.is_even = self.is_bounded and self.variant.mask == const(True)
+        self.fixed_schedule: Schedule | None = None  # None: the one that the lengths decide on
         self._unmasked = PassBuilder(without_mask(builder.plan)) if self.is_bounded else builder
 
     def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder) -> Results:
@@ -78,7 +81,7 @@ class HopperForward:
         out, lse, row_max = result_tensors(launches, operands, self.problem)
         call = self.builder.begin(operands, {"out": out}, sequences, launches)
         is_plain = call.is_plain and operands.scale > 0
-        schedule = forward_schedule(self.problem, dense_sizes(operands))
+        schedule = self.fixed_schedule or forward_schedule(self.problem, dense_sizes(operands))
         tiles = Tiles(schedule.tile_q, schedule.tile_kv, 4, 1, by_work=self.is_even and schedule.short_tasks_last)
         visits = self._find_visits(call, tiles)
         size = self.builder.size(call, query.shape[1], visits.tasks)
@@ -111,6 +114,14 @@ class HopperForward:
             places = (call.strides.out, size, visits.spans, self.builder.config(call, tiles, visits))
             launches.add(zero_fill_gaps, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
         return Results(out, lse, row_max)
+
+    def of_other_lengths(self) -> Iterator[HopperForward]:
+        """See `foci.backends.gpu.kernel.ForwardPass`. None for packed sequences and listed masks, whose tables depend on lengths."""
+        if self.is_bounded and self.problem.formula.layout is Layout.DENSE:
+            for schedule in schedules_of_lengths(self.problem):
+                other = copy.copy(self)
+                other.fixed_schedule = schedule
+                yield other
 
     def _programs(
         self, tasks: int, schedule: Schedule, operands: Operands, visits: TileTable, launches: LaunchBuilder

@@ -28,6 +28,7 @@ __all__ = [
     "forward_schedule",
     "pace_weights",
     "padded_width",
+    "schedules_of_lengths",
     "width_pieces",
 ]
 
@@ -94,6 +95,8 @@ PACES: Final = {family: {SCHEDULES[name]: Pace(**fields) for name, fields in row
 """By family of head dims, see `family_of_width`."""
 
 _ANY: Final = 1 << 62
+_LENGTH_BITS: Final = 21
+"""Lengths below two to this power are looked at for the schedules of a problem."""
 _StepsByKeys: TypeAlias = tuple[tuple[int, Schedule], ...]
 Sizes: TypeAlias = tuple[int, int, int]
 
@@ -199,6 +202,17 @@ def alternative_schedules(problem: Problem) -> tuple[Schedule, ...]:
     formula, width = problem.formula, max(padded_width(problem.head_dim), padded_width(problem.value_dim))
     is_open = formula.block_size is None and not formula.dropout and formula.layout is Layout.DENSE and width <= 128
     return tuple(PACES[family_of_width(width)]) if is_open and _problem_class(problem) == "full" else ()
+
+
+def schedules_of_lengths(problem: Problem) -> tuple[Schedule, ...]:
+    """Every schedule that `forward_schedule` chooses for some lengths and batch size of a problem."""
+    if not alternative_schedules(problem):
+        lengths = (1 << n for n in range(_LENGTH_BITS))
+        return tuple(dict.fromkeys(forward_schedule(replace(problem, q_len=length, kv_len=length)) for length in lengths))
+    paces = PACES[family_of_width(max(padded_width(problem.head_dim), padded_width(problem.value_dim)))]
+    static = [replace(schedule, static=True) for schedule in paces]
+    queued = [schedule for schedule, pace in paces.items() if not schedule.static and pace.max_waves > pace.static_waves]
+    return (*static, *queued)
 
 
 def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
