@@ -3,8 +3,8 @@
     python benchmarks/first_call.py [--device cuda] [--quick] [--only foci,sdpa,flex,fa4]
 
 foci beside torch's scaled_dot_product_attention, FlexAttention compiled, and FlashAttention-4 where it is installed. Each runs in two
-processes: from empty caches, and with what the first left on disk. Python's imports and the device's context are not counted. Run it
-where nothing else runs. Results go to benchmarks/results, or to the folder OUT.
+processes: from empty caches, and with what the first left on disk. Python's imports, the device's context and what torch loads at a
+process's first backward pass are not counted. Run it where nothing else runs. Results go to benchmarks/results, or to the folder OUT.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def child(implementation: str, device: str, kinds: list[str]) -> None:
     import foci  # noqa: F401
 
     warm = torch.randn(64, 64, device=device, requires_grad=True)
-    (warm @ warm).sum().backward()
+    (warm @ warm).backward(warm.detach())  # with a gradient: torch then imports sympy
     for kind in kinds:
         try:
             row = measure(implementation, kind, device)

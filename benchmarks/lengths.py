@@ -4,7 +4,8 @@
 
 The model is written out below, with random weights: RMSNorm, rotary embeddings, grouped query heads, SwiGLU. Only its attention differs:
 foci, torch's scaled_dot_product_attention, FlexAttention compiled, and FlashAttention-4 where it is installed. A stall is what a step takes
-longer than the same step later. From empty caches, and in a second process with what the first left on disk. Results go to
+longer than the same step later. Before the first step the model takes one step of another length with torch's scaled_dot_product_attention,
+whatever is measured: a process's first step loads CUDA's libraries, which is not counted as attention's. From empty caches, and in a second process with what the first left on disk. Results go to
 benchmarks/results, or to the folder OUT.
 """
 
@@ -35,16 +36,17 @@ class Sizes(NamedTuple):
     dim: int
     vocabulary: int
     dtype: torch.dtype
+    warm: tuple[int, int]  # (B, S) of the step before
     batches: tuple[tuple[int, int], ...]  # (B, S)
 
 
 SIZES = {
     "cuda": Sizes(
-        1024, 16, 4, 64, 32000, torch.bfloat16,
+        1024, 16, 4, 64, 32000, torch.bfloat16, (2, 384),
         ((2, 1024), (2, 700), (4, 333), (1, 2048), (8, 129), (2, 1537), (3, 512), (1, 3001), (16, 64), (2, 900), (1, 4096), (4, 255)),
     ),
     "cpu": Sizes(
-        128, 4, 2, 32, 512, torch.float32,
+        128, 4, 2, 32, 512, torch.float32, (2, 48),
         ((2, 100), (2, 70), (4, 33), (1, 200), (8, 17), (2, 150), (3, 64), (1, 257), (16, 8), (2, 90), (1, 300), (4, 55)),
     ),
 }  # fmt: skip
@@ -53,9 +55,11 @@ SIZES = {
 class Layer(nn.Module):
     """One block of a Llama."""
 
-    def __init__(self, sizes: Sizes, implementation: str) -> None:
+    implementation = "sdpa"
+
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.sizes, self.implementation = sizes, implementation
+        self.sizes = sizes
         joined = (sizes.heads + 2 * sizes.kv_heads) * sizes.dim
         self.qkv = nn.Linear(sizes.width, joined, bias=False)
         self.out = nn.Linear(sizes.heads * sizes.dim, sizes.width, bias=False)
@@ -82,11 +86,11 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 class Llama(nn.Module):
     """A language model with random weights."""
 
-    def __init__(self, sizes: Sizes, implementation: str) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.dim = sizes.dim
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.layers = nn.ModuleList(Layer(sizes, implementation) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -101,7 +105,7 @@ class Llama(nn.Module):
 def child(implementation: str, device: str) -> None:
     sizes = SIZES[device]
     torch.manual_seed(0)
-    model = Llama(sizes, implementation).to(device, sizes.dtype)
+    model = Llama(sizes).to(device, sizes.dtype)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
 
     def step(tokens: Tensor) -> None:
@@ -110,9 +114,9 @@ def child(implementation: str, device: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    # the first products of a process load libraries, whoever attends
-    warm = torch.randn(256, sizes.width, device=device, dtype=sizes.dtype, requires_grad=True)
-    model.layers[0].down(F.silu(model.layers[0].gate_up(warm)).chunk(2, -1)[0]).sum().backward()
+    step(torch.randint(sizes.vocabulary, sizes.warm, device=device))
+    for layer in model.layers:
+        layer.implementation = implementation
     batches = [torch.randint(sizes.vocabulary, size, device=device) for size in sizes.batches]
     new = [seconds(lambda tokens=tokens: step(tokens), device)[0] for tokens in batches]
     known = [min(seconds(lambda tokens=tokens: step(tokens), device)[0] for _ in range(3)) for tokens in batches]
