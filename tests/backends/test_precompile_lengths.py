@@ -21,6 +21,7 @@ from foci.compat.triton import COMPILE_OPTIONS
 from foci.operator import autograd
 
 FIRST = Sizes(2, 300, 300)
+FORWARD = {"attention_forward", "zero_counters", "classify_tiles", "list_tiles", "mark_keys", "cover_keys", "order_tasks", "pack_masks"}
 LENGTHS = (1, 5, 17, 64, 100, 257, 500, 1000, 1025, 2050, 4096, 5000, 9000, 16384)
 BATCHES = (1, 2, 3, 8, 17, 64)
 
@@ -89,21 +90,40 @@ def test_a_failure_ahead_is_told(monkeypatch):
         precompiled(80, problem, monkeypatch)
 
 
-# START-01
-@pytest.mark.parametrize("problem", [p for p in make_problems() if p.kind in ("plain", "causal", "window") and p.needs_grad], ids=str)
-def test_a_first_call_compiles_forwards_of_other_lengths_beside_its_own(problem, monkeypatch):
+def first_call(arch, problem, monkeypatch):
+    """Kernels that the first call launches, forward and backward, and those that it compiles ahead on a machine of many cores."""
     launched, compiled = [], []
 
     def note(function, args, options):
         compiled.append(function.kernel(args, {**COMPILE_OPTIONS, **options}))
 
-    with recording_launches(monkeypatch, 90, lambda function, log: Needed(function, 90, launched)), foci.use(*ARCHS[90]):
+    with recording_launches(monkeypatch, arch, lambda function, log: Needed(function, arch, launched)), foci.use(*ARCHS[arch]):
         monkeypatch.setattr(precompile_backward, "launch_ahead", note)
         monkeypatch.setattr(precompile_backward, "is_new", lambda: True)
         monkeypatch.setattr(precompile_backward, "compiles_beside", lambda: True)
+        monkeypatch.setattr(precompile_backward, "_packed", set())
         run(problem, FIRST)
     monkeypatch.undo()
-    known = {*launched, *compiled}
+    return set(launched), set(compiled)
+
+
+# START-02
+@pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+@pytest.mark.parametrize("problem", [p for p in make_problems() if p.needs_grad], ids=str)
+def test_a_first_call_compiles_its_backward_beside_its_forward(problem, arch, monkeypatch):
+    launched, compiled = first_call(arch, problem, monkeypatch)
+    late = launched - compiled
+    if problem.layout == "packed":
+        assert {kernel.name for kernel in late} <= {"place_sequences"}
+    else:
+        assert {kernel.name for kernel in late} <= FORWARD
+
+
+# START-01
+@pytest.mark.parametrize("problem", [p for p in make_problems() if p.kind in ("plain", "causal", "window") and p.needs_grad], ids=str)
+def test_a_first_call_compiles_forwards_of_other_lengths_beside_its_own(problem, monkeypatch):
+    launched, compiled = first_call(90, problem, monkeypatch)
+    known = launched | compiled
     sizes = [sizes for sizes in problem.sizes(LENGTHS, BATCHES) if sizes.batch * sizes.kv_len <= 1 << 18]
     # the portable backend's forwards are left to the workers; only the Hopper backend's have consumers
     needed = {

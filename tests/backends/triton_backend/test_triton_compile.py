@@ -258,14 +258,16 @@ def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(nam
     keyed.clear()
     real, addresses = kernel.precompile_backward, set()
 
-    def compile_and_compare(kernel_, operands, sequences, results):
+    def compile_and_compare(kernel_, operands, results):
         addresses.update(
             t.untyped_storage().data_ptr() for t in (operands.query, operands.key, results.out, results.lse, *operands.captures)
         )
-        addresses.update(t.untyped_storage().data_ptr() for visits in found_in(sequences.visits) for t in visits.tensors if t is not None)
-        before = found_in(sequences.visits), found_in(sequences.classes)
-        real(kernel_, operands, sequences, results)
-        assert (found_in(sequences.visits), found_in(sequences.classes)) == before
+        addresses.update(
+            t.untyped_storage().data_ptr() for visits in found_in(dense_sequences.visits) for t in visits.tensors if t is not None
+        )
+        before = found_in(dense_sequences.visits), found_in(dense_sequences.classes)
+        real(kernel_, operands, results)
+        assert (found_in(dense_sequences.visits), found_in(dense_sequences.classes)) == before
 
     monkeypatch.setattr(kernel, "precompile_backward", compile_and_compare)
     results = attention.forward(operands)

@@ -19,7 +19,13 @@ from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import RepeatablePasses
 from foci.backends.gpu.passes import PassBuilder
-from foci.backends.gpu.precompile_backward import PrecompileBuilder, meta_sequences, precompile_backward, precompile_other_lengths
+from foci.backends.gpu.precompile_backward import (
+    PrecompileBuilder,
+    meta_sequences,
+    precompile_backward,
+    precompile_other_lengths,
+    precompile_packed,
+)
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.stream_state import current_stream
 from foci.backends.gpu.symbolic_tokens import count_tokens
@@ -82,6 +88,7 @@ class GpuKernel(RepeatablePasses, Kernel):
             with torch.cuda.device(operands.query.device):
                 return self.forward(operands)
         inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
+        precompile_packed(self, operands)
         sequences, asked = operand_sequences(operands), self.builder.problem.formula.outputs
         if asked.column_sums or asked.weights:
             return add_aux_outputs(
@@ -93,7 +100,7 @@ class GpuKernel(RepeatablePasses, Kernel):
             results = self.forward_pass.build(operands, sequences, launches)
             launches.finish(count_tokens(operands))
             precompile_other_lengths(self, operands)  # before: what is added last compiles first
-            precompile_backward(self, operands, sequences, results)
+            precompile_backward(self, operands, results)
         if key is not None and (built := launches.built) is not None:
             self.keep(key, operands, sequences, built, self.results)
         return results
@@ -144,7 +151,10 @@ class GpuKernel(RepeatablePasses, Kernel):
 
     def _build_ahead(self, operands: Operands) -> None:
         sequences = meta_sequences(operands)
-        results = self.forward_pass.build(operands, sequences, PrecompileBuilder())
+        self.build_backward_ahead(operands, sequences, self.forward_pass.build(operands, sequences, PrecompileBuilder()))
+
+    def build_backward_ahead(self, operands: Operands, sequences: Sequences, results: Results) -> None:
+        """Compile ahead the kernels of a backward, if the problem has one. Tensors are on the device "meta"."""
         if self.gradients or self.needs_capture_grads:
             # gradients of captured tensors are summed by torch's operations, which take no memory on the device "meta"
             wanted = self.builder.problem.capture_grads

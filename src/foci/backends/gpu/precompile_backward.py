@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from foci.backends.contract import Given, Inputs
-from foci.backends.gpu.compiling import compiles_beside, is_new, launch_ahead
+from foci.backends.contract import Inputs
+from foci.backends.gpu.compiling import compile_in_parallel, compiles_beside, is_new, launch_ahead, waiting
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
-from foci.problem import Operands, Results
+from foci.problem import Operands, Problem, Results, is_aligned
 
 if TYPE_CHECKING:
     from foci.backends.gpu.kernel import GpuKernel
     from foci.backends.gpu.tile_tables import Sequences
 
-__all__ = ["PrecompileBuilder", "meta_sequences", "precompile_backward", "precompile_other_lengths"]
+__all__ = ["PrecompileBuilder", "meta_sequences", "precompile_backward", "precompile_other_lengths", "precompile_packed"]
 
 
 class PrecompileBuilder(LaunchBuilder):
@@ -51,28 +51,46 @@ class PrecompileBuilder(LaunchBuilder):
         """Nothing is run."""
 
 
-def precompile_backward(kernel: GpuKernel, operands: Operands, sequences: Sequences, results: Results) -> None:
+def precompile_backward(kernel: GpuKernel, operands: Operands, results: Results) -> None:
     """Compiles the kernels that the backward pass will launch, where the forward pass has kernels to compile too.
 
-    Called within `compile_in_parallel`. Four cases compile their backward kernels at the first backward pass instead: packed sequences,
-    block masks, captured tensors that require gradients, and schedules that are being timed. So does a backward pass that also gets a
-    gradient of the logsumexp or of another auxiliary output, for the kernels that only this gradient needs.
+    Called within `compile_in_parallel`. A backward pass that also gets a gradient of the logsumexp or of another auxiliary output compiles
+    the kernels that only this gradient needs at its first run.
     """
-    is_empty = 0 in (results.out.numel(), operands.key.shape[2])
-    is_other = kernel.needs_capture_grads or kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None
-    if (
-        kernel.gradients == 0
-        or not kernel.backward_pass.only_launches
-        or is_empty
-        or is_other
-        or free_stream(operands.query) is None
-        or not is_new()
-    ):
+    if operands.cu_q is None and _is_predictable(kernel, operands) and is_new():
+        meta = _without_memory(operands)
+        # the backward pass raises the same error, where the caller expects it
+        with suppress(Exception):
+            kernel.build_backward_ahead(meta, meta_sequences(meta), Results(*map(_empty_like, (results.out, results.lse))))
+
+
+def precompile_packed(kernel: GpuKernel, operands: Operands) -> None:
+    """Compiles all kernels of packed sequences' passes beside each other, at a problem's first call.
+
+    Called before the passes are built: tables of the sequences are made in between, so that each of these kernels, and those of the passes
+    after them, would compile alone.
+    """
+    kind = replace(kernel.builder.problem, batch=1, q_len=1, kv_len=1)
+    if operands.cu_q is None or kind in _packed or not _is_predictable(kernel, operands) or not compiles_beside():
         return
-    bwd_args = Given(results.out, results.lse, results.out, None)
-    # the backward pass raises the same error, where the caller expects it
-    with suppress(Exception):
-        kernel.backward_pass.build(operands, bwd_args, sequences, PrecompileBuilder(), None)
+    if len(_packed) >= _MOST_PACKED:
+        _packed.clear()
+    _packed.add(kind)
+    meta = _without_memory(operands)
+    sequences = meta_sequences(meta)
+    with compile_in_parallel():
+        queue = waiting()
+        assert queue is not None
+        before = len(queue)
+        # the passes raise the same error, where the caller expects it
+        with suppress(Exception):
+            kernel.build_backward_ahead(meta, sequences, kernel.forward_pass.build(meta, sequences, PrecompileBuilder()))
+        queue[before:] = reversed(queue[before:])  # what is added last compiles first: the forward's
+
+
+_packed: Final[set[Problem]] = set()
+"""Problems of packed sequences, without lengths, whose kernels compile ahead."""
+_MOST_PACKED: Final = 1024
 
 
 def precompile_other_lengths(kernel: GpuKernel, operands: Operands) -> None:
@@ -81,18 +99,35 @@ def precompile_other_lengths(kernel: GpuKernel, operands: Operands) -> None:
     Called within `compile_in_parallel`. The front end processes them while the caller waits for its own kernel, and workers would not
     have started by then. Packed sequences and block masks are left to `foci.precompile_lengths`.
     """
-    is_other = kernel.builder.problem.tuned or operands.cu_q is not None or operands.blocks is not None or operands.page_table is not None
-    is_empty = 0 in (*operands.query.shape, *operands.key.shape, *operands.value.shape)
-    if is_other or is_empty or free_stream(operands.query) is None or not compiles_beside() or not is_new():
+    is_other = operands.cu_q is not None or operands.blocks is not None or operands.page_table is not None
+    if is_other or not _is_predictable(kernel, operands) or not compiles_beside() or not is_new():
         return
-    query, key, value = (
-        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (operands.query, operands.key, operands.value)
-    )
+    meta = _without_memory(operands)
     for forward in kernel.forward_pass.of_other_lengths():
         # a call of these lengths raises the same error
         with suppress(Exception):
-            meta = replace(operands, query=query, key=key, value=value, program=None)
             forward.build(meta, meta_sequences(meta), PrecompileBuilder())
+
+
+def _is_predictable(kernel: GpuKernel, operands: Operands) -> bool:
+    """Whether operands without memory need the same kernels as a call's."""
+    tensors = (operands.query, operands.key, operands.value)
+    is_empty = any(0 in t.shape for t in tensors)
+    return not (kernel.builder.problem.tuned or is_empty) and all(map(is_aligned, tensors)) and free_stream(operands.query) is not None
+
+
+def _without_memory(operands: Operands) -> Operands:
+    q, k, v = map(_empty_like, (operands.query, operands.key, operands.value))
+    blocks = None if operands.blocks is None else _empty_like(operands.blocks)
+    meta = replace(operands, query=q, key=k, value=v, blocks=blocks, program=None)
+    if operands.cu_q is None or operands.cu_kv is None:
+        return meta
+    cu_q = _empty_like(operands.cu_q)
+    return replace(meta, cu_q=cu_q, cu_kv=cu_q if operands.cu_kv is operands.cu_q else _empty_like(operands.cu_kv))
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def meta_sequences(operands: Operands) -> Sequences:
