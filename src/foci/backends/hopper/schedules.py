@@ -95,8 +95,10 @@ PACES: Final = {family: {SCHEDULES[name]: Pace(**fields) for name, fields in row
 """By family of head dims, see `family_of_width`."""
 
 _ANY: Final = 1 << 62
-_LENGTH_BITS: Final = 21
-"""Lengths below two to this power are looked at for the schedules of a problem."""
+_LENGTHS: Final = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384, 32768)
+_BATCHES: Final = (1, 2, 8, 64)
+_MAX_TOKENS: Final = 1 << 18
+"""Lengths, batch sizes and most tokens of calls whose schedules a first call compiles (`schedules_of_lengths`)."""
 _StepsByKeys: TypeAlias = tuple[tuple[int, Schedule], ...]
 Sizes: TypeAlias = tuple[int, int, int]
 
@@ -205,14 +207,11 @@ def alternative_schedules(problem: Problem) -> tuple[Schedule, ...]:
 
 
 def schedules_of_lengths(problem: Problem) -> tuple[Schedule, ...]:
-    """Every schedule that `forward_schedule` chooses for some lengths and batch size of a problem."""
+    """Schedules that `forward_schedule` chooses for a problem with as many keys as queries, of some lengths and batch sizes."""
     if not alternative_schedules(problem):
-        lengths = (1 << n for n in range(_LENGTH_BITS))
-        return tuple(dict.fromkeys(forward_schedule(replace(problem, q_len=length, kv_len=length)) for length in lengths))
-    paces = PACES[family_of_width(max(padded_width(problem.head_dim), padded_width(problem.value_dim)))]
-    static = [replace(schedule, static=True) for schedule in paces]
-    queued = [schedule for schedule, pace in paces.items() if not schedule.static and pace.max_waves > pace.static_waves]
-    return (*static, *queued)
+        return tuple(dict.fromkeys(forward_schedule(replace(problem, q_len=length, kv_len=length)) for length in _LENGTHS))
+    sizes = ((batch, length, length) for batch in _BATCHES for length in _LENGTHS if batch * length <= _MAX_TOKENS)
+    return tuple(dict.fromkeys(forward_schedule(problem, each) for each in sizes))
 
 
 def forward_schedule(problem: Problem, sizes: Sizes | None = None) -> Schedule:
