@@ -77,9 +77,11 @@ class _Known(NamedTuple):
     spots: tuple[int, ...]
 
 
-def run_now(tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed) -> Results:
+def run_now(
+    tensors: Tensors, score: Function, mask: Function, extras: Extras, allowed: Allowed, check: Check | None = None
+) -> Results:  # fmt: skip
     """Attention without its sink, eagerly or while a graph is made of tensor operations. Arguments as `foci.dispatch.run`."""
-    call = find_call(tensors, score, mask, extras, allowed)
+    call = find_call(tensors, score, mask, extras, allowed, check=check)
     if call is not None:
         return attend_outlined(*call)
     formula, operands = prepare(tensors, score, mask, extras)
@@ -141,13 +143,15 @@ def _with_tensors(known: _Known, inputs: Tensors, functions: tuple[Fingerprint, 
     if known.spots:
         closed = functions[0].tensors + functions[1].tensors
         tensors += tuple([closed[n] for n in known.spots])
+    call: PlannedCall
     has_dropout = known.outline.dropout_p > 0
     if not has_dropout and e.cu_q is None and e.page_table is None and e.blocks is None:
-        call: PlannedCall = make_tuple(PlannedCall, (known.outline, tensors, NOTHING))
+        call = make_tuple(PlannedCall, (known.outline, tensors, NOTHING))
         return call
     seed = draw_seed(inputs[0].device) if has_dropout else None
-    optional = OptionalTensors(seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table)
-    return PlannedCall(known.outline, tensors, optional)
+    optional = make_tuple(OptionalTensors, (seed, e.blocks, e.cu_q, e.cu_kv, e.q_lengths, e.kv_lengths, e.page_table))
+    call = make_tuple(PlannedCall, (known.outline, tensors, optional))
+    return call
 
 
 def _plan(site: _Site) -> PlannedCall:

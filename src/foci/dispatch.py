@@ -21,13 +21,14 @@ from foci.problem import OptionalTensors, Results
 __all__ = ["PackedCall", "Passes", "RowLayout", "run", "run_packed"]
 
 
-def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+def run(tensors: Tensors, score: Function, mask: Function, extras: Extras, check: Check | None = None) -> Results:
     """Attention of checked or unchecked arguments, eager or under any tracer.
 
     Args:
         tensors: query, key, value as `foci.prepare.prepare` takes them.
         score, mask: functions of (score, b, h, q_idx, kv_idx) and (b, h, q_idx, kv_idx), or None.
         extras: everything else.
+        check: checks tensors and extras; it is skipped for a call that was planned before.
 
     Raises:
         TypeError, ValueError: for wrong arguments.
@@ -35,13 +36,15 @@ def run(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Re
     """
     allowed = allowed_for(extras)
     if extras.sink is not None and extras.outputs.column_sums:
-        return _with_sink_and_columns(tensors, score, mask, extras)
+        return _with_sink_and_columns(tensors, score, mask, extras, check)
     if torch.compiler.is_dynamo_compiling():
+        if check is not None:
+            check(tensors, extras)
         from foci.dynamo_hop import run_captured  # imports Dynamo
 
         results = run_captured(tensors, score, mask, extras, allowed)
     else:
-        results = run_now(tensors, score, mask, extras, allowed)
+        results = run_now(tensors, score, mask, extras, allowed, check)
     return results if extras.sink is None else _with_sink(results, extras.sink)
 
 
@@ -187,10 +190,10 @@ def _with_sink(results: Results, sink: Tensor) -> Results:
     return Results(out, torch.logaddexp(lse, logit), results.row_max, results.column_sums, weights)
 
 
-def _with_sink_and_columns(tensors: Tensors, score: Function, mask: Function, extras: Extras) -> Results:
+def _with_sink_and_columns(tensors: Tensors, score: Function, mask: Function, extras: Extras, check: Check | None) -> Results:
     """Column sums follow from the logsumexp with the sink in it, which is known only afterwards."""
     if torch.compiler.is_dynamo_compiling():
         raise ArgumentError("column_sums cannot be returned together with a sink under torch.compile; ask for weights")
-    results = run(tensors, score, mask, replace(extras, outputs=replace(extras.outputs, column_sums=False)))
+    results = run(tensors, score, mask, replace(extras, outputs=replace(extras.outputs, column_sums=False)), check)
     formula, operands = prepare(tensors, score, mask, replace(extras, dropout_p=0.0))
     return replace(results, column_sums=column_sums(formula, operands, results.lse, allowed_for(extras)))

@@ -16,7 +16,7 @@ from foci.errors import ArgumentError, DtypeError
 from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.normalize import FlexAuxRequest, LseRequest, broadcast, causal_bias, lower_right_form, mask_parts, score_parts
 from foci.prepare import Extras, check_inputs, check_integers, check_is_flag, check_offsets, describe
-from foci.problem import Outputs, Results
+from foci.problem import OUT_ALONE, Outputs, Results
 from foci.strided_nested import as_jagged, as_strided, has_strided
 from foci.variant import Mask, picklable
 
@@ -130,7 +130,7 @@ def scaled_dot_product_attention(
         if not enable_gqa:
             check_ungrouped(*tensors)
         score, mask = _mask_argument(attn_mask, tensors[0], tensors[1], is_causal=is_causal)
-        extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
+        extras = Extras(OUT_ALONE, scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
         results = attend_nested(tensors, score, mask, extras)
         return (as_strided(results) if strided else results).out
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -148,7 +148,7 @@ def scaled_dot_product_attention(
         tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
     mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key, grouped=enable_gqa)
     score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
-    extras = Extras(Outputs(), scale=scale, dropout_p=dropout_p, honour_sdp_flags=True, lower_right_form=lower_right_form(attn_mask))
+    extras = Extras(OUT_ALONE, scale=scale, dropout_p=dropout_p, honour_sdp_flags=True, lower_right_form=lower_right_form(attn_mask))
     out = run(tensors, score, mask, extras).out
     return out if lead is None else out.reshape(*lead, query.shape[-2], value.shape[-1])
 
@@ -341,7 +341,6 @@ def _flex_returns(
     return (results.out, results.lse) if return_lse else results.out
 
 
-_OUT: Final = Outputs()
 _WITH_LSE: Final = Outputs(lse=True)
 _UNLIMITED: Final = (-1, -1)
 """The window that is none; the same object where nobody names one."""
@@ -437,7 +436,7 @@ def varlen_attn(
     heads = query.size(1)
     if heads != key.size(1) and not enable_gqa:
         raise ArgumentError(f"query has {heads} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
-    outputs = _WITH_LSE if return_aux is not None and return_aux.lse else _OUT
+    outputs = _WITH_LSE if return_aux is not None and return_aux.lse else OUT_ALONE
     extras = Extras(
         outputs, scale=scale, dropout_p=dropout_p, cu_q=cu_seq_q, cu_kv=cu_seq_k, kv_lengths=seqused_k,
         max_q=_checked_length("max_q", max_q), max_kv=_checked_length("max_k", max_k),

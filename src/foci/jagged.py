@@ -82,11 +82,12 @@ def check_ungrouped(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def count_heads(query: Tensor) -> int:
     """Heads of a query of any layout that `attention` takes; of none, the one."""
-    dim = 1 if not is_nested(query) or ragged_dim(query) > 1 else 2
     # its values, which lack the batch, tell without a call of torch's Python; Dynamo cannot read them
     if type(query) in KINDS and not torch.compiler.is_compiling():
         values: Tensor = inner_values(query)
-        return values.shape[dim - 1] if values.dim() > dim + 1 else 1
+        dim = 0 if ragged_dim(query) > 1 else 1
+        return values.size(dim) if values.dim() > dim + 2 else 1
+    dim = 1 if not is_nested(query) or ragged_dim(query) > 1 else 2
     return query.shape[dim] if query.dim() > dim + 2 else 1
 
 

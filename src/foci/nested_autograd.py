@@ -16,11 +16,10 @@ from foci.dispatch import PackedCall, Passes, run_packed
 from foci.ir.function_fingerprint import fingerprint
 from foci.operator import is_plain_eager
 from foci.prepare import Extras
-from foci.problem import OptionalTensors, Outputs
+from foci.problem import OUT_ALONE, OptionalTensors
 
 __all__ = ["attend_nested_now"]
 
-_OUT: Final = Outputs()
 _RAGGED: Final = 2
 
 
@@ -30,12 +29,12 @@ def attend_nested_now(tensors: tuple[Any, Any, Any], score: Function, mask: Func
     if not HAS_FIELDS or torch.compiler.is_compiling() or not _are_plain(tensors):
         return None
     e = extras
-    if e.outputs != _OUT or e.sink is not None or e.blocks is not None or not _fit(*tensors):
+    if e.outputs is not OUT_ALONE or e.sink is not None or e.blocks is not None or not _fit(*tensors):
         return None
     q = _spans(query)
     k = q if inner_offsets(key) is q[0] else _spans(key)
     where = Extras(
-        _OUT, scale=e.scale, dropout_p=e.dropout_p, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1], honour_sdp_flags=e.honour_sdp_flags
+        OUT_ALONE, scale=e.scale, dropout_p=e.dropout_p, cu_q=q[0], cu_kv=k[0], max_q=q[1], max_kv=k[1], honour_sdp_flags=e.honour_sdp_flags
     )
     if torch.is_grad_enabled() and not (_reads_no_gradient(score) and _reads_no_gradient(mask)):
         return None
@@ -63,13 +62,18 @@ def _are_plain(tensors: tuple[Any, Any, Any]) -> bool:
 def _fit(query: Any, key: Any, value: Any) -> bool:
     """Whether one sequence of queries meets one of keys, and all is of one kind; whatever else is for others to refuse or to take."""
     q, k, v = map(inner_values, (query, key, value))
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and k.shape[:2] == v.shape[:2]
-    alike = alike and q.shape[0] % k.shape[0] == 0  # one head of queries for many of keys is repeated elsewhere
-    of_query, of_key, of_value = map(inner_offsets, (query, key, value))
-    return alike and of_key is of_value and of_query.shape == of_key.shape
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        return False
+    heads = k.size(0)
+    if heads != v.size(0) or k.size(1) != v.size(1) or q.size(0) % heads:  # one head of queries for many of keys is repeated elsewhere
+        return False
+    of_query, of_key = inner_offsets(query), inner_offsets(key)
+    return of_key is inner_offsets(value) and (of_query is of_key or of_query.shape == of_key.shape)
 
 
 def _reads_no_gradient(function: Function) -> bool:
+    if function is None:
+        return True
     closure = fingerprint(function)
     return closure is not None and not any(t.requires_grad for t in closure.tensors)
 
@@ -87,7 +91,7 @@ def _rows(tensors: tuple[Any, ...]) -> Tensors:
 
 def _nested(rows: Tensor, like: Any) -> Tensor:
     """[tokens, H, D] as a NestedTensor [B, H, ragged, D] with the sequences of another."""
-    return nested_of_rows(rows.transpose(0, 1), like, _RAGGED)
+    return nested_of_rows(rows.transpose(0, 1), like)
 
 
 class _NestedAttention(torch.autograd.Function):

@@ -17,7 +17,7 @@ from foci.core import Function
 from foci.errors import ArgumentError, DtypeError
 from foci.jagged import count_heads, is_nested, padded_sizes
 from foci.prepare import describe
-from foci.problem import Outputs
+from foci.problem import OUT_ALONE, Outputs
 from foci.variant import Mask, Score, check_heads, check_is_made, check_length
 
 __all__ = [
@@ -258,7 +258,6 @@ def _from_behind(tensor: Tensor, wanted: tuple[int, ...]) -> list[tuple[int, int
     return list(zip(reversed(tensor.shape), reversed(wanted), strict=False))
 
 
-_OUT_ALONE: Final = Outputs()
 _WITH_LSE: Final = Outputs(lse=True)
 
 
@@ -269,7 +268,7 @@ def check_outputs(return_aux: Any, sink: Any) -> Outputs:
         TypeError: for anything but an AuxRequest or None.
     """
     if return_aux is None:
-        return _OUT_ALONE if sink is None else _WITH_LSE
+        return OUT_ALONE if sink is None else _WITH_LSE
     if not isinstance(return_aux, Outputs):
         raise TypeError(f"return_aux must be a foci.AuxRequest; got {type(return_aux).__name__}")
     return return_aux if sink is None else replace(return_aux, lse=True)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from foci.api import AuxOutput, AuxRequest, returned
+from foci.core import Tensors
 from foci.dispatch import run
 from foci.errors import ArgumentError
 from foci.normalize import MaskLike, ScoreLike, check_outputs, check_sink, lower_right_form, mask_parts, score_parts
-from foci.prepare import Extras, check_integers, check_is_tensor, describe
+from foci.prepare import Extras, check_inputs, check_integers, check_is_tensor, describe
 
 __all__ = ["paged_attention"]
 
@@ -120,14 +121,16 @@ def paged_attention(
         >>> foci.paged_attention(query, pool[0], pool[1], table, torch.tensor([41, 20]), mask=mask).shape
         torch.Size([2, 8, 1, 32])
     """
-    check_is_tensor(query=query, key=key, value=value, page_table=page_table, kv_lengths=kv_lengths)
-    _check_pages(query, key, value, page_table, kv_lengths)
-    if isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks"):
+    check_inputs(query, key, value)
+    check_is_tensor(page_table=page_table, kv_lengths=kv_lengths)
+    if page_table.dim() != 2 or key.dim() != 4:
+        _check_pages(query, key, value, page_table, kv_lengths)  # says which is wrong
+    if mask is not None and (isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks")):
         raise TypeError(f"mask must be a foci.Mask or a function: rows have lengths of their own; got {type(mask).__name__}")
-    room = page_table.shape[1] * key.shape[2]
+    room = page_table.size(1) * key.size(2)
     if max_kv is not None and (isinstance(max_kv, bool) or not isinstance(max_kv, (int, torch.SymInt)) or not 0 <= max_kv <= room):
         raise ArgumentError(
-            f"max_kv must be an integer from 0 to {room}, what {page_table.shape[1]} pages of {key.shape[2]} hold; got {max_kv}"
+            f"max_kv must be an integer from 0 to {room}, what {page_table.size(1)} pages of {key.size(2)} hold; got {max_kv}"
         )
     outputs = check_outputs(return_aux, sink)
     if outputs.weights:
@@ -137,7 +140,13 @@ def paged_attention(
         sink=check_sink(sink, query), exact_lengths=False, lower_right_form=lower_right_form(mask),
     )  # fmt: skip
     functions = score_parts(score, None, query, key), mask_parts(mask, query, key, holds_many=True)[0]
-    return returned(run((query, key, value), *functions, extras), return_aux)
+    return returned(run((query, key, value), *functions, extras, _check), return_aux)
+
+
+def _check(tensors: Tensors, extras: Extras) -> None:
+    assert extras.page_table is not None
+    assert extras.kv_lengths is not None
+    _check_pages(*tensors, extras.page_table, extras.kv_lengths)
 
 
 def _check_pages(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, kv_lengths: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from foci.variant import Variant
 
 __all__ = [
+    "OUT_ALONE",
     "Cotangents",
     "Formula",
     "Gradients",
@@ -91,6 +92,9 @@ class Outputs:
             asked = getattr(self, name)
             if not isinstance(asked, bool):
                 raise TypeError(f"{name} must be True or False; got {type(asked).__name__}")
+
+
+OUT_ALONE: Final = Outputs()
 
 
 @dataclass(frozen=True)

@@ -212,4 +212,5 @@ def _describe(tensor: Tensor | None) -> Hashable:
 
 
 def _describe_pages(page_table: Tensor, lengths: Tensor) -> Hashable:
-    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (page_table, lengths)])
+    table = (page_table.shape, page_table.stride(), page_table.dtype, page_table.device)
+    return (*table, lengths.shape, lengths.stride(), lengths.dtype, lengths.device)

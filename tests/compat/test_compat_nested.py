@@ -25,8 +25,23 @@ def test_the_tensors_inside(ragged):
         assert module.ragged_dim(nested) == ragged and module.length_extremes(nested) == (5, 2)
         assert module.inner_offsets(nested) is nested.offsets() and module.inner_lengths(nested) is None
         assert torch.equal(module.inner_values(nested), nested.values())
-        again = module.nested_of_rows(nested.values() * 2, nested, ragged)
+        again = module.nested_of_rows(nested.values() * 2, nested)
         assert torch.equal(again.values(), nested.values() * 2) and again.shape == nested.shape
+
+
+@pytest.mark.parametrize("ragged", [1, 2])
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_nested_tensor_of_rows_is_as_torch_constructs_it(ragged, is_alike):
+    like = torch.nested.nested_tensor([torch.randn(n, 2, 3) for n in (3, 5, 2)], layout=torch.jagged)
+    like = like.transpose(1, 2) if ragged == 2 else like
+    values = like.values() * 2 if is_alike else torch.randn(*like.values().shape[:2], 7)
+    found, wanted = compat.nested_of_rows(values, like), compat.NestedTensor(values.clone(), like.offsets(), _ragged_idx=ragged)
+    assert (found.shape, found.stride(), found.dtype, found.requires_grad) == (wanted.shape, wanted.stride(), wanted.dtype, False)
+    assert vars(found).keys() == vars(wanted).keys()
+    for one, other in ((found, wanted), (found._values, wanted._values)):
+        marks = [{name: mark for name, mark in vars(t).items() if "dynamo" in name} for t in (one, other)]
+        assert marks[0] == marks[1]
+    assert found._metadata_cache == like._metadata_cache and found._metadata_cache is not like._metadata_cache
 
 
 def test_sequences_with_gaps_between_them():

@@ -102,12 +102,15 @@ def length_extremes(nested: Any) -> tuple[int, int]:
     return (int(lengths.max()), int(lengths.min())) if lengths.numel() else (0, 0)
 
 
-def nested_of_rows(values: Tensor, like: Any, ragged: int) -> Tensor:
-    """A NestedTensor of values whose sequences are those of another and stand in dim `ragged`."""
+def nested_of_rows(values: Tensor, like: Any) -> Tensor:
+    """A NestedTensor of values whose sequences are those of another and stand in the same dim."""
     if not HAS_FIELDS:
-        return torch.nested.nested_tensor_from_jagged(values, like.offsets(), jagged_dim=ragged)
-    nested: Any = NestedTensor(values, like._offsets, _ragged_idx=ragged)
-    nested._metadata_cache = dict(like._metadata_cache)  # not given above, where its tensors would be marked again
+        return torch.nested.nested_tensor_from_jagged(values, like.offsets(), jagged_dim=ragged_dim(like))
+    cache = dict(like._metadata_cache)
+    if _IS_FAST and _is_laid_out_as(values, like):
+        return _wrap(values, like, cache, NestedTensor)
+    nested: Any = NestedTensor(values, like._offsets, _ragged_idx=like._ragged_idx)
+    nested._metadata_cache = cache  # not given above, where its tensors would be marked again
     return nested  # type: ignore[no-any-return]
 
 
@@ -206,26 +209,30 @@ def nested_like(tokens: Tensor, like: Any, kind: type[NestedTensor] = NestedTens
 
 
 def _made(values: Tensor, like: Any, cache: dict[str, Any], kind: type[NestedTensor]) -> Tensor:
-    like_values = like._values
-    if (
-        like._ragged_idx != 1
-        or values.shape[1:] != like_values.shape[1:]
-        or values.stride() != like_values.stride()
-        or values.device != like_values.device
-    ):
-        return NestedTensor(values, like._offsets, _metadata_cache=cache)
-    of_nested, of_values = _marks()
-    mark_dynamic = _find_mark_dynamic()
+    mark_dynamic = _find_mark_dynamic() if like._ragged_idx == 1 and _is_laid_out_as(values, like) else None
     if mark_dynamic is None:
         return NestedTensor(values, like._offsets, _metadata_cache=cache)
     for extreme in cache.values():
         if extreme is not None and not hasattr(extreme, _MARK):
             mark_dynamic(extreme, 0)
+    return _wrap(values, like, cache, kind)
+
+
+def _is_laid_out_as(values: Tensor, like: Any) -> bool:
+    """Whether a NestedTensor of the values has the sizes and strides of another."""
+    other: Tensor = like._values
+    return values.shape == other.shape and values.stride() == other.stride() and values.device == other.device
+
+
+def _wrap(values: Tensor, like: Any, cache: dict[str, Any], kind: type[NestedTensor]) -> Tensor:
+    """A NestedTensor with the sizes and strides of another, whose symbols the constructor would compute again."""
+    size, strides, ragged = like._size, like._strides, like._ragged_idx
+    of_nested, of_values = _marks(ragged, values.dim())
     nested: Any = Tensor._make_wrapper_subclass(
-        kind, like._size, like._strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
+        kind, size, strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
         "sizes", False, True, _KEYS, storage_size=values.untyped_storage().size(),
     )  # fmt: skip
-    nested._ragged_idx, nested._size, nested._strides = 1, like._size, like._strides
+    nested._ragged_idx, nested._size, nested._strides = ragged, size, strides
     nested._values, nested._offsets, nested._lengths, nested._metadata_cache = values, like._offsets, None, cache
     for tensor, marks in ((nested, of_nested), (values, of_values)):
         for name, mark in marks.items():
@@ -244,11 +251,11 @@ def _find_mark_dynamic() -> Callable[[Tensor, int], None] | None:
 
 
 @functools.cache
-def _marks() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it."""
+def _marks(ragged: int, dims: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what torch notes, for its compiler, on a NestedTensor that it constructs, and on the values in it, of so many dims."""
     with torch.inference_mode(mode=False):
-        values = torch.empty((1, 1), device="cpu")
-        nested = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"))
+        values = torch.empty((1,) * dims, device="cpu")
+        nested = NestedTensor(values, torch.zeros(2, dtype=torch.int64, device="cpu"), _ragged_idx=ragged)
     return {name: mark for name, mark in vars(nested).items() if "dynamo" in name}, dict(vars(values))
 
 

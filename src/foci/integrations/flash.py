@@ -26,7 +26,7 @@ from foci.execution import as_written
 from foci.functional import varlen_attn
 from foci.operator import as_batch, backward_now, find_outline, optional_tensors
 from foci.prepare import Extras, describe, prepare
-from foci.problem import Outputs
+from foci.problem import OUT_ALONE
 from foci.variant import Mask
 
 __all__ = ["NAME", "Handle", "install", "register"]
@@ -144,7 +144,7 @@ def dense_backward(
 ) -> Gradients:
     """`aten::_scaled_dot_product_flash_attention_backward`: gradients of query, key and value."""
     _refuse(dropout_p=dropout_p)
-    extras = Extras(Outputs(), scale=scale)
+    extras = Extras(OUT_ALONE, scale=scale)
     grads = _differentiate((query, key, value), _dense_mask((query, key), is_causal), extras, (out, logsumexp), grad_out, packed=False)
     return _lying_as(grads[0], query), _lying_as(grads[1], key), _lying_as(grads[2], value)
 
@@ -231,11 +231,11 @@ def flash_backward(
     _refuse(dropout_p=dropout_p)
     tensors = query, key, value
     if _is_packed(cum_seq_q, cum_seq_k):
-        extras = Extras(Outputs(), scale=scale, cu_q=cum_seq_q, cu_kv=cum_seq_k, max_q=max_q, max_kv=max_k)
+        extras = Extras(OUT_ALONE, scale=scale, cu_q=cum_seq_q, cu_kv=cum_seq_k, max_q=max_q, max_kv=max_k)
         mask = _mask(*_window(is_causal, window_size_left, window_size_right), lower_right=True)
         grads = _differentiate(tensors, mask, extras, (out, logsumexp), grad_out, packed=True)
     else:
-        rows, extras, forward_results = _by_heads(tensors), Extras(Outputs(), scale=scale), (out.transpose(1, 2), logsumexp)
+        rows, extras, forward_results = _by_heads(tensors), Extras(OUT_ALONE, scale=scale), (out.transpose(1, 2), logsumexp)
         mask = _dense_mask(rows, is_causal, window_size_left, window_size_right)
         grads = _by_heads(_differentiate(rows, mask, extras, forward_results, grad_out.transpose(1, 2), packed=False))
     return _lying_as(grads[0], query), _lying_as(grads[1], key), _lying_as(grads[2], value)

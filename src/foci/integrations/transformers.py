@@ -141,8 +141,8 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not take {name}, which {what}: choose another one for this model")
     mask, bias = _mask_and_bias(attention_mask, key)
-    if mask is None and bias is None and query.shape[2] > 1 and _is_causal(module, is_causal):
-        mask = _causal(key.shape[2] - query.shape[2], kwargs.get("sliding_window"))
+    if mask is None and bias is None and query.size(2) > 1 and _is_causal(module, is_causal):
+        mask = _causal(key.size(2) - query.size(2), kwargs.get("sliding_window"))
     documents = _documents(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), query, key)
     if documents is not None:
         if isinstance(mask, Tensor):
@@ -223,8 +223,11 @@ def _causal(offset: Any, window: int | None = None) -> Mask:
     if window is not None:
         return Mask(lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx + offset) & (kv_idx > q_idx + (offset - window)))
     if isinstance(offset, int) and offset == 0:
-        return Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+        return _CAUSAL
     return Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + offset)
+
+
+_CAUSAL: Final = Mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
 
 
 @dataclass(frozen=True, eq=False)

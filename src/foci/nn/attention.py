@@ -33,12 +33,11 @@ from foci.nn.rotary import RotaryEmbedding
 from foci.nn.skip_module_call import parameter, project_out
 from foci.normalize import check_outputs
 from foci.prepare import Extras, check_inputs
-from foci.problem import Outputs
+from foci.problem import OUT_ALONE
 from foci.variant import Mask, Score, check_heads
 
 __all__ = ["MultiheadAttention", "adopt"]
 
-_OUT: Final = Outputs()
 _NEEDS_MASK: Final = (
     "Need attn_mask if specifying the is_causal hint. "
     "You may use the Transformer module method `generate_square_subsequent_mask` to create this mask."
@@ -423,7 +422,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if functions.score is None and functions.mask in (None, masking.CAUSAL.mask) and not torch.compiler.is_compiling():
             q_longest, longest = round_bound(q_longest), round_bound(longest)  # nothing is captured that lengths are checked against
         dropout_p = self.dropout if self.training else 0.0
-        return Extras(_OUT, dropout_p=dropout_p, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest)
+        return Extras(OUT_ALONE, dropout_p=dropout_p, cu_q=query.offsets, cu_kv=offsets, max_q=q_longest, max_kv=longest)
 
     def _nested(
         self, inputs: Projected, padding: Any, attn_mask: Tensor | None, *, need_weights: bool, average: bool, is_causal: bool,

@@ -198,10 +198,14 @@ class Launches:
     """What a forward would allocate and launch."""
 
     def __init__(self):
-        self.names = []
+        self.names, self.allocated, self.kept = [], [], []
 
     def empty(self, shape, strides, dtype, like):
-        return torch.empty(shape, dtype=dtype)
+        self.allocated.append(torch.empty(shape, dtype=dtype))
+        return self.allocated[-1]
+
+    def keep(self, tensors):
+        self.kept += tensors
 
     def add(self, function, grid, *arguments, **options):
         self.names.append(function.__name__)
@@ -235,3 +239,6 @@ def test_tasks_of_a_last_round_that_is_half_empty_are_halved(changes, tasks, exp
     schedule = forward_schedule(asked)
     assert launches.names == (["zero_counters"] if programs < tasks and not schedule.static else [])
     assert (tickets is None) == (not schedule.persistent or schedule.static)
+    # a counter that no program reads is not allocated by each run
+    if tickets is not None:
+        assert [t is tickets for t in (launches.allocated if programs < tasks else launches.kept)] == [True]

@@ -110,6 +110,8 @@ CASES = {
     "learned blocks": {"score": scores.bias(torch.zeros(1, 2, 512, 512)), "learned": True, "block_size": (128, 64), "dim": 64},
     "paged": {"queries": 1, "keys": 2048, "page": 256, "mask": masks.causal_lower_right()},
     "short pages": {"queries": 1, "keys": 2048, "page": 16, "mask": masks.causal_lower_right()},
+    "split pages": {"queries": 64, "keys": 2048, "page": 256, "mask": masks.causal_lower_right()},
+    "split short pages": {"queries": 64, "keys": 2048, "page": 16, "mask": masks.causal_lower_right()},
 }
 
 
@@ -321,12 +323,13 @@ def launch(case, arch):
 
 
 def launch_paged(case, arch):
-    """The same for a decode over pages."""
-    query, pool = torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(20, 2, case["page"], 128, dtype=torch.bfloat16)
+    """The same for a call over pages."""
+    query = torch.zeros(2, 8, case["queries"], 128, dtype=torch.bfloat16)
+    pool = torch.zeros(20, 2, case["page"], 128, dtype=torch.bfloat16)
     table, lengths = torch.zeros(2, 8, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     bound = bind(None, case["mask"], torch.device("cpu"))
     operands = Operands(query, pool, pool, scale=0.1, kv_lengths=lengths, page_table=table, max_kv=8 * case["page"])
-    asked = Problem(Formula(bound.variant, Layout.PAGED), torch.bfloat16, 128, 128, 8, 2, 2, 1, 8 * case["page"])
+    asked = Problem(Formula(bound.variant, Layout.PAGED), torch.bfloat16, 128, 128, 8, 2, 2, case["queries"], 8 * case["page"])
     attention = paged.PagedKernel(Plan("triton", asked, Target("cuda", arch, frozenset({"triton"}))))
     attention.forward(operands)
     return attention.native

@@ -35,8 +35,8 @@ PARTS = {
     "ranks": ("tests/backends/hopper/test_ranks.py", "packed and window", 1),
     "paged": (
         "tests/api/test_paged.py",
-        "triton and cpu and (decoding-1-32 or decoding-16-32 or window-5-12 or score-1-8 or gradients_of_query)",
-        5,
+        "triton and cpu and (decoding-1-32 or decoding-16-32 or decoding-40-8 or window-5-12 or score-1-8 or gradients_of_query)",
+        6,
     ),
     "far": ("tests/api/test_sdpa_sizes.py", "two_to_the_31 and triton and batch", 1),
     "streams": ("tests/backends/triton_backend/test_triton_streams.py", "zeros", 8),

@@ -349,16 +349,17 @@ PAGED = {
 }
 
 
-def pages(count=8, dtype=torch.int32):
+def pages(count=8, dtype=torch.int32, queries=1):
     pool = [torch.zeros(3 * count, 2, 16, 64, dtype=torch.bfloat16) for _ in range(2)]
-    return [torch.zeros(3, 4, 1, 64, dtype=torch.bfloat16), *pool, torch.zeros(3, count, dtype=dtype), torch.ones(3, dtype=dtype)]
+    return [torch.zeros(3, 4, queries, 64, dtype=torch.bfloat16), *pool, torch.zeros(3, count, dtype=dtype), torch.ones(3, dtype=dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("queries", [1, 64])
 @pytest.mark.parametrize("name", PAGED)
-def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtype):
+def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, queries, dtype):
     worked_out, launched = logs
-    inputs = [pages(dtype=dtype) for _ in range(3)]
+    inputs = [pages(dtype=dtype, queries=queries) for _ in range(3)]
     foci.paged_attention(*inputs[0], **PAGED[name])
     assert not any(is_known for _, is_known in calls)
     sought = worked_out.copy()
@@ -378,12 +379,12 @@ def test_a_known_paged_call_launches_what_a_new_one_does(logs, calls, name, dtyp
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_longer_queries_of_pages_are_launched_again_too(logs, calls, needs_grad):
+def test_long_queries_of_pages_are_launched_again_too(logs, calls, needs_grad):
     """Once the pages are gathered, which is another kernel's work."""
     worked_out, launched = logs
     names = []
     for _ in range(3):
-        query = torch.zeros(3, 4, 64, 64, dtype=torch.bfloat16, requires_grad=needs_grad)
+        query = torch.zeros(3, 4, 300, 64, dtype=torch.bfloat16, requires_grad=needs_grad)
         calls.clear(), worked_out.clear(), launched.clear()
         out = foci.paged_attention(query, *pages()[1:], mask=masks.causal_lower_right(), max_kv=100)
         if needs_grad:

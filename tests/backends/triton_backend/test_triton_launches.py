@@ -48,7 +48,7 @@ def test_few_queries_of_many_keys_split_the_keys(logs, q_len, group):
 
 
 # FLEX-14
-@pytest.mark.parametrize("q_len", [1, 2, 7, 16])
+@pytest.mark.parametrize("q_len", [1, 2, 7, 16, 64, 256])
 def test_few_queries_read_pages_where_they_lie_and_split_them(logs, q_len, monkeypatch):
     bound = bind(None, masks.causal_lower_right(), torch.device("cpu"))
     query, key, value = tensors(3, 4, 2, q_len, 64)

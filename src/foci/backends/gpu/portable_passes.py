@@ -30,7 +30,7 @@ from foci.ir.derivative import score_derivative
 from foci.problem import Operands, Results
 from foci.variant import Variant
 
-__all__ = ["PortableBackward", "PortableForward"]
+__all__ = ["PortableBackward", "PortableForward", "row_tiles"]
 
 
 class PortableForward:
@@ -91,12 +91,16 @@ class PortableForward:
         visits = self.group_visits(call, schedule)
         config = self.builder.config(call, schedule, visits)
         stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
-        taken = shared_bytes(kind, schedule, self.builder.dims, self.builder.problem.dtype.itemsize, **self.builder.read)
         tiles = query.shape[0] * key.shape[1] * row_tiles(schedule, query, key)
+        splits = self.count_splits(kind, schedule, tiles, triton.cdiv(key.shape[2], schedule.tile_kv))
+        self.split(call, kind, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
+
+    def count_splits(self, kind: str, schedule: Schedule, groups: int, tiles: int) -> int:
+        """`splits_for` of a split-KV kernel."""
+        taken = shared_bytes(kind, schedule, self.builder.dims, self.builder.problem.dtype.itemsize, **self.builder.read)
         # large tiles take up to all registers that a thread may have
         together = 8 // schedule.warps if kind == "split" else 16
-        splits = splits_for(tiles, triton.cdiv(key.shape[2], schedule.tile_kv), self.builder.plan.target.arch, taken, together)
-        self.split(call, kind, schedule, visits, config, splits, (stream(key), stream(call.operands.value)), outputs, None)
+        return splits_for(groups, tiles, self.builder.plan.target.arch, taken, together)
 
     def rows_schedule(self, kind: str, query: Tensor, key: Tensor) -> Schedule:
         """Schedule of a split-KV kernel. A tile holds rows of a group of heads; a decode's holds all of them."""

@@ -29,7 +29,6 @@ __all__ = [
     "schedule_rows",
     "scratch_bytes",
     "shared_bytes",
-    "shares_tile",
     "split_efficiency",
     "split_kind",
     "splits_for",
@@ -191,7 +190,7 @@ def takes_splits(formula: Formula) -> bool:
     return formula.layout is Layout.DENSE and formula.block_size is None and "h" not in formula.variant.mask.variables()
 
 
-def shares_tile(group: int, length: int) -> bool:
+def _shares_tile(group: int, length: int) -> bool:
     """Whether one tile of a decode holds all rows of a group of heads."""
     return length <= 16 and group * length <= 64
 
@@ -216,7 +215,7 @@ def split_kind(batch: int, heads: tuple[int, int], lengths: tuple[int, int], arc
         return None
     group = q_heads // kv_heads
     queries_at_most, keys_at_least = (32, 128) if arch == 0 else (256, 1024)
-    if shares_tile(group, length) and keys >= (32 if arch == 0 else 1024):
+    if _shares_tile(group, length) and keys >= (32 if arch == 0 else 1024):
         return "decode"
     tiles = bucket(batch) * kv_heads * -(-group * bucket(length) // 128)
     if length > queries_at_most or bucket(keys) <= keys_at_least or 2 * tiles > find(arch).sms:

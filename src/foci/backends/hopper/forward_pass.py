@@ -136,9 +136,13 @@ class HopperForward:
         programs = at_most(tasks, schedule.programs_per_sm * count_sms(operands.query.device))
         if operands.cu_q is not None:
             return programs, None if schedule.static else visits.spans.tasks, 0
-        tickets = None if schedule.static else launches.empty((1,), (1,), torch.int32, operands.query)
-        if tickets is not None and programs < tasks:
+        tickets = None
+        if not schedule.static and programs < tasks:
+            tickets = launches.empty((1,), (1,), torch.int32, operands.query)
             launches.add(zero_counters, (1,), tickets, encode(1), num_warps=4, launch_pdl=True)
+        elif not schedule.static:  # the kernel does not touch it, so no run allocates it
+            tickets = torch.empty(1, dtype=torch.int32, device=operands.query.device)
+            launches.keep((tickets,))
         in_last_round = tasks % programs if self.is_even else 0
         return programs, tickets, in_last_round if 2 * in_last_round <= programs else 0
 
