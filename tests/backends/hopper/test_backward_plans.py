@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_problems import H200, KINDS, NARROW, TRAINED, built, passes, problem
+from plan_problems import H200, KINDS, NARROW, TRAINED, passes, problem
 
 from foci import masks, scores
 from foci.backends.hopper import BACKEND
@@ -44,13 +44,6 @@ def test_the_backward_is_that_of_the_faster_backend():
 
 def test_a_forward_without_gradients_has_no_backward_of_its_own():
     assert passes(problem()) == ("HopperForward", "PortableBackward")
-
-
-def test_a_backward_that_makes_tables_is_not_precompiled():
-    window = problem(**KINDS["window"], **TRAINED)
-    for own_backward in (True, False):
-        assert built(window, own_backward=own_backward).backward_pass.only_launches != own_backward
-    assert built(problem(**TRAINED)).backward_pass.only_launches
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,6 @@ class ForwardPass(Protocol):
 class BackwardPass(Protocol):
     """Launches of a backward."""
 
-    @property
-    def only_launches(self) -> bool:
-        """Whether `build` has no effects but on its `LaunchBuilder`, as `precompile_backward` needs."""
-        ...
-
     def build(
         self, operands: Operands, bwd_args: Given, sequences: Sequences, launches: LaunchBuilder, flow: WeightCotangents | None, /
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:

@@ -139,8 +139,6 @@ class PortableForward:
 class PortableBackward:
     """Backward of a plan."""
 
-    only_launches = True
-
     def __init__(self, builder: PassBuilder) -> None:
         variant, formula = builder.variant, builder.problem.formula
         self.builder = builder

@@ -147,11 +147,6 @@ class HopperBackward:
         self.splits = max(self.widths) > 128 and self.widths not in UNSPLIT_WIDTHS
         self._unmasked = PassBuilder(without_mask(builder.plan))
 
-    @property
-    def only_launches(self) -> bool:
-        """False where mask tables are built: those kernels run at once, not when they are compiled."""
-        return self.is_prefix
-
     def build(
         self, operands: Operands, bwd_args: Given, sequences: Sequences, launches: LaunchBuilder, flow: Any = None
     ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:

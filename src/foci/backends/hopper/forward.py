@@ -18,7 +18,7 @@ Packed sequences have B = 1 in memory and find their first row and length in `sp
 Named tuples of this file and of `foci.backends.hopper.kernel_args`:
 
     place            `Place` or `PackedPlace` of a task
-    run, steps       the tiles of keys that a task visits (`TileRun`); (first, end) of some of them, as places in the run
+    run, steps       the tiles of keys that a task visits (`TaskTiles`); (first, end) of some of them, as places in the run
     consumer_task    what a consumer computes: place, run, its `Segments` of the run
     kv_ring          `KVRing` in shared memory; `base` is the number of tiles of the tasks before
     row_ctx          `RowContext` of a consumer's rows

@@ -23,7 +23,6 @@ __all__ = [
     "RowContext",
     "Segments",
     "Task",
-    "TileRun",
     "VisitRun",
 ]
 
@@ -69,18 +68,6 @@ class PackedTask(NamedTuple):
     kv_len: Any
 
 
-class TileRun(NamedTuple):
-    """Tiles of keys that a task visits, see `smem.step_to_tile`. Within bounds, `row` is the tile after the last, and all are partial."""
-
-    row: Any  # of the tile table
-    full_first: Any  # first full tile, or place in the list
-    full: Any  # number of full tiles
-    part_first: Any  # first partial tile
-    before: Any  # partial tiles before the gap
-    gap: Any  # tiles that partial ones skip
-    part: Any  # number of partial tiles
-
-
 class VisitRun(NamedTuple):
     """A run of full or of partial tiles that a task of the backward visits: of keys for a tile of queries, of queries for one of keys."""
 
@@ -117,7 +104,7 @@ class ConsumerTask(NamedTuple):
 
     segments: Any  # `Segments`
     place: Any  # `Place` or `PackedPlace`
-    run: Any  # `TileRun`
+    run: Any  # `gpu.tiles.TaskTiles`; within bounds, `row` is the tile after the last, and all tiles are partial
     row_offset: Any  # moves the consumer's rows past the sequence if another program computes them
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import FAR, nth_visited, sequence, tile_runs, tile_start
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, view_smem
-from foci.backends.hopper.kernel_args import KeyBounds, TileRun
+from foci.backends.hopper.kernel_args import KeyBounds
 from foci.backends.hopper.layouts import operand_layout, piece, pieces, smem_layout, tma_columns
 
 __all__ = [
@@ -170,7 +170,7 @@ def sequence_span(place, spans, size, c):
 @gluon.jit
 def tile_run(table, b, h, task, kv_len, c):
     """Tiles of keys of a task."""
-    return TileRun(*tile_runs(table, b, h, task, kv_len, c, c.TILE_KV))
+    return tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
 
 
 @gluon.jit

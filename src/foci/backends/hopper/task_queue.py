@@ -4,9 +4,9 @@
 The producer is one task ahead: it finds the next task and its tiles while consumers multiply. Two slots are in use at a time.
 """
 
-from foci.backends.gpu.tiles import TICKETS, decode
+from foci.backends.gpu.tiles import TICKETS, TaskTiles, decode
 from foci.backends.hopper.gluon_compat import gl, gluon
-from foci.backends.hopper.kernel_args import ConsumerTask, PackedPlace, Place, Segments, TileRun
+from foci.backends.hopper.kernel_args import ConsumerTask, PackedPlace, Place, Segments
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import FAR
 
@@ -104,7 +104,9 @@ def pop_task(me, slots, n, c):
         # offsets into tables need 64 bits
         line = line.to(gl.int64)
     full, part = read_slot(slots, at + 7), read_slot(slots, at + 11)
-    run = TileRun(line, read_slot(slots, at + 6), full, read_slot(slots, at + 8), read_slot(slots, at + 9), read_slot(slots, at + 10), part)
+    run = TaskTiles(
+        line, read_slot(slots, at + 6), full, read_slot(slots, at + 8), read_slot(slots, at + 9), read_slot(slots, at + 10), part
+    )
     segment = at + SEGMENTS + 6 * me
     segments = Segments(
         read_slot(slots, segment),

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Tile scheduler of the forward: the n-th task, the tiles of keys it visits, and which of them each consumer accumulates."""
 
-from foci.backends.gpu.tiles import decode, find_task_among, nth_head_task, nth_packed_place, read_task_record, sequence_at
+from foci.backends.gpu.tiles import TaskTiles, decode, find_task_among, nth_head_task, nth_packed_place, read_task_record, sequence_at
 from foci.backends.hopper.gluon_compat import gl, gluon
-from foci.backends.hopper.kernel_args import PackedPlace, Place, Segments, TileRun
+from foci.backends.hopper.kernel_args import PackedPlace, Place, Segments
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import sequence_span, tile_run, tiles_within
 
@@ -43,7 +43,7 @@ def find_task(n, size, spans, table, c):
 
 @gluon.jit
 def plan_tiles(place, params, c, bounds: gl.constexpr, WARPS: gl.constexpr):
-    """(`TileRun` of the task, `Segments` of each consumer)."""
+    """(`TaskTiles` of the task, `Segments` of each consumer)."""
     b, h, table, env = place.b, place.h, params.table, params.env
     q_start, q_len, kv_start, kv_len = sequence_span(place, params.spans, params.size, c)
     if c.MODE == "bounds":
@@ -57,7 +57,7 @@ def plan_tiles(place, params, c, bounds: gl.constexpr, WARPS: gl.constexpr):
         top = gl.maximum(gl.maximum(bounds0.end, bounds1.end), bounds2.end)
         count = gl.maximum(top - start, 0)
         zero = count * 0
-        run = TileRun(top, zero, zero, zero, zero, zero, count)
+        run = TaskTiles(top, zero, zero, zero, zero, zero, count)
         segments0 = split_range(top, bounds0, count)
         segments1 = split_range(top, bounds1, count)
         segments2 = split_range(top, bounds2, count)
