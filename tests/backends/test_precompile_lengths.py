@@ -15,7 +15,7 @@ from record_launches import ARCHS
 import foci
 from foci import execution
 from foci import precompile_lengths as ahead
-from foci.backends.gpu import precompile_backward
+from foci.backends.gpu import precompile
 from foci.backends.gpu.kernel import GpuKernel
 from foci.compat.triton import COMPILE_OPTIONS
 from foci.operator import autograd
@@ -44,7 +44,7 @@ def precompiled(arch, problem, monkeypatch):
 
     run_forward = execution.run_forward
     with recording_launches(monkeypatch, arch, lambda function, log: Needed(function, arch, launched)), foci.use(*ARCHS[arch]):
-        monkeypatch.setattr(precompile_backward, "launch_ahead", note)
+        monkeypatch.setattr(precompile, "launch_ahead", note)
         monkeypatch.setattr(ahead, "_begun", set())
         monkeypatch.setattr(ahead, "compile_workers", lambda: lambda function, argument: None)  # also on a machine of few cores
         monkeypatch.setattr(autograd, "run_forward", run_as_on_a_gpu)
@@ -98,10 +98,10 @@ def first_call(arch, problem, monkeypatch):
         compiled.append(function.kernel(args, {**COMPILE_OPTIONS, **options}))
 
     with recording_launches(monkeypatch, arch, lambda function, log: Needed(function, arch, launched)), foci.use(*ARCHS[arch]):
-        monkeypatch.setattr(precompile_backward, "launch_ahead", note)
-        monkeypatch.setattr(precompile_backward, "is_new", lambda: True)
-        monkeypatch.setattr(precompile_backward, "compiles_beside", lambda: True)
-        monkeypatch.setattr(precompile_backward, "_packed", set())
+        monkeypatch.setattr(precompile, "launch_ahead", note)
+        monkeypatch.setattr(precompile, "is_new", lambda: True)
+        monkeypatch.setattr(precompile, "compiles_beside", lambda: True)
+        monkeypatch.setattr(precompile, "_packed", set())
         run(problem, FIRST)
     monkeypatch.undo()
     return set(launched), set(compiled)

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.gpu import kernel, portable_passes, precompile_backward, tile_tables  # noqa: E402
+from foci.backends.gpu import kernel, portable_passes, precompile, tile_tables  # noqa: E402
 from foci.backends.gpu.architectures import find  # noqa: E402
 from foci.backends.gpu.schedules import shared_bytes  # noqa: E402
 from foci.backends.gpu.tensor_descriptors import describe_layout  # noqa: E402
@@ -252,8 +252,8 @@ def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(nam
         function[(1,)](*args, **COMPILE_OPTIONS, **options)
         function.keys = keyed
 
-    monkeypatch.setattr(precompile_backward, "is_new", lambda: True)
-    monkeypatch.setattr(precompile_backward, "launch_ahead", note)
+    monkeypatch.setattr(precompile, "is_new", lambda: True)
+    monkeypatch.setattr(precompile, "launch_ahead", note)
     dense_sequences = tile_tables.Sequences()
     monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", dense_sequences)
     attention, operands = begun(CASES[name], 90)

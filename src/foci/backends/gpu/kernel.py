@@ -19,7 +19,7 @@ from foci.backends.gpu.compiling import compile_in_parallel
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import RepeatablePasses
 from foci.backends.gpu.passes import PassBuilder
-from foci.backends.gpu.precompile_backward import (
+from foci.backends.gpu.precompile import (
     PrecompileBuilder,
     meta_sequences,
     precompile_backward,

@@ -105,7 +105,7 @@ class LaunchBuilder:
         stream: the result of `current_stream`; None for a pass that cannot be repeated.
 
     Attributes:
-        is_ahead: whether kernels are only compiled, for a pass to come (`precompile_backward`).
+        is_ahead: whether kernels are only compiled, for a pass to come (`precompile`).
     """
 
     is_ahead = False
