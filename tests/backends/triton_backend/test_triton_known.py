@@ -10,8 +10,8 @@ import torch
 from kernel_stand_ins import DOCUMENTS, SLOPES, Function, addressed, flat, flatten, is_address, replace_hopper_kernels
 
 import foci
-from foci import call_cache, execution, masks, planner, scores
-from foci.backends.gpu import captured_grad, kernel, launch_cache, tile_tables
+from foci import call_cache, execution, masks, planner, scores, weak_cache
+from foci.backends.gpu import captured_grad, kernel, tile_tables
 from foci.backends.hopper.kernel_rates import Pair, Rates
 from foci.problem import Target
 
@@ -20,7 +20,7 @@ from foci.problem import Target
 def calls(logs, monkeypatch):
     """Calls of foci as on a GPU; notes which passes were known, by direction."""
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
+    for module, name in ((execution, "_plans"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, OrderedDict())
     known = []
     for name in ("launch_forward", "launch_backward"):
@@ -194,14 +194,8 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         assert calls == [("launch_forward", True), ("launch_backward", True)]
         assert not worked_out
         launches = [*launched]
-        for kept in (
-            call_cache._calls,
-            launch_cache._templates._found,
-            tile_tables._template_cache._found,
-            tile_tables._launch_list_cache._found,
-            tile_tables._sequence_cache,
-        ):
-            kept.clear()
+        call_cache._calls.clear()
+        monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
         launched.clear()
         moved_call(other, MOVED[name], separate=separate)
     # by name and numbers: tables are made at other times, as they are needed

@@ -188,8 +188,7 @@ def test_no_task_is_written_beyond_the_table(room, monkeypatch):
         return buffer[:room]
 
     monkeypatch.setattr(LaunchBuilder, "empty", within)
-    for known in ("_template_cache", "_launch_list_cache"):
-        monkeypatch.setattr(tile_tables, known, weak_cache.WeakCache(8))
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     tile_tables._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
     (storage,) = allocated
     assert bool((storage[room:] == 77).all())
