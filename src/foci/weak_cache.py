@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -15,19 +16,14 @@ __all__ = ["WeakCache", "cache_derived", "find_derived", "make_store", "tensor_s
 _Value = TypeVar("_Value")
 
 
-class _Source(weakref.ref[Any]):
-    """A reference to something that an entry was computed from. It names the entry, which goes when its source does."""
-
-    __slots__ = ("cache", "key")
-
-    cache: weakref.ref[WeakCache[Any]]  # weak: a cache is freed with its owner, without the garbage collector
-    key: tuple[object, ...]
+_Key: TypeAlias = tuple[object, ...]
 
 
-def _forget(source: _Source) -> None:
-    cache = source.cache()
-    if cache is not None:
-        cache.remove(source.key)
+def _forget(cache: weakref.ref[WeakCache[Any]], key: _Key, source: weakref.ref[Any]) -> None:
+    """Remove an entry, one of whose sources is gone. The cache is referred to weakly, so that it is freed with its owner, without the
+    garbage collector."""
+    if (alive := cache()) is not None:
+        alive._found.pop(key, None)
 
 
 class WeakCache(Generic[_Value]):
@@ -35,12 +31,12 @@ class WeakCache(Generic[_Value]):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._found: OrderedDict[tuple[object, ...], tuple[tuple[_Source, ...], _Value]] = OrderedDict()
+        self._found: OrderedDict[_Key, tuple[tuple[weakref.ref[Any], ...], _Value]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def find(self, key: tuple[object, ...]) -> _Value | None:
+    def find(self, key: _Key) -> _Value | None:
         """Return the value with that key. Keys hold the identity and version of what was read, which are those of a live object only."""
         entry = self._found.get(key)
         if entry is None:
@@ -50,32 +46,26 @@ class WeakCache(Generic[_Value]):
                 return None
         return entry[1]
 
-    def add(self, key: tuple[object, ...], read: tuple[Any, ...], value: _Value | None) -> None:
+    def add(self, key: _Key, read: tuple[Any, ...], value: _Value | None) -> None:
         """Cache a value that was computed from `read`, unless it is None. The oldest entry goes if there are too many.
 
         A value must not refer to what is in `read`: it would keep its own sources alive.
         """
         if value is None:
             return
-        sources = []
-        for each in read:
-            source = _Source(each, _forget)
-            source.cache, source.key = weakref.ref(self), key
-            sources.append(source)
-        self._found[key] = tuple(sources), value
+        sources: tuple[weakref.ref[Any], ...] = ()
+        if read:
+            forget = functools.partial(_forget, weakref.ref(self), key)
+            sources = tuple([weakref.ref(each, forget) for each in read])
+        self._found[key] = sources, value
         if len(self._found) > self._capacity:
             self._found.popitem(last=False)
-
-    def remove(self, key: tuple[object, ...]) -> None:
-        """Remove the value with that key, if there is one."""
-        self._found.pop(key, None)
 
 
 _CAPACITIES: Final = {
     "block classes": 64,  # classes of blocks, of the lists of a block mask
     "padding": 8,  # places of the tokens of a padding mask, by its bytes
     "sequences": 8,  # starts and lengths of packed sequences, of their offsets
-    "task records": 64,  # tasks of a kernel, of sequences
     "tile classes": 32,  # classes of tiles, of a mask and the tensors that it reads
     "tile tables": 256,  # tiles that each task visits, likewise
     "table launches": 256,  # launches that compute task records, starts and lengths, of no tensor: for any values
@@ -91,7 +81,7 @@ def make_store() -> dict[str, WeakCache[Any]]:
 _derived: dict[str, WeakCache[Any]] = make_store()
 
 
-def find_derived(kind: str, key: tuple[object, ...]) -> Any:
+def find_derived(kind: str, key: _Key) -> Any:
     """Return the value of a kind with that key; None if there is none."""
     entry = _derived[kind]._found.get(key)  # as `WeakCache.find`, without its call
     if entry is None:
@@ -102,7 +92,7 @@ def find_derived(kind: str, key: tuple[object, ...]) -> Any:
     return entry[1]
 
 
-def cache_derived(kind: str, key: tuple[object, ...], read: tuple[Any, ...], value: Any) -> None:
+def cache_derived(kind: str, key: _Key, read: tuple[Any, ...], value: Any) -> None:
     """Cache a value of a kind for as long as `read` lives. The key holds the state of the tensors in `read`, see `tensor_state`."""
     _derived[kind].add(key, read, value)
 

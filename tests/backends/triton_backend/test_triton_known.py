@@ -1,6 +1,7 @@
 """Calls known from before: the same launches as new ones, with nothing prepared anew."""
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from kernel_stand_ins import DOCUMENTS, SLOPES, Function, addressed, flat, flatt
 import foci
 from foci import call_cache, execution, masks, planner, scores, weak_cache
 from foci.backends.gpu import captured_grad, kernel, tile_tables
+from foci.backends.gpu.launch_list import LaunchList
 from foci.backends.hopper.kernel_rates import Pair, Rates
 from foci.problem import Target
 
@@ -430,3 +432,51 @@ def test_gradients_of_a_learned_bias_are_launched_at_once(logs, calls, wanted, m
         for t in (*operands, bias, kept[0], kept[1], kept[-1]):  # read and written where they are in this call
             assert str(t.data_ptr()) in arguments
         assert str(biases[0].data_ptr()) not in arguments
+
+
+def test_what_is_computed_from_offsets_goes_with_them(logs, calls):
+    """Launch lists of a program and tables of a mask are bound to sequences, which hold memory of the device."""
+    tensors = leaves(packed=True)
+    for used in (None, USED.clone()):
+        offsets = OFFSETS.clone()
+        out = packed_call(*tensors, offsets, window_size=(3, 0), seqused_k=used)
+        out.backward(torch.zeros_like(out))
+        programs = {known.outline.program for known in call_cache._calls.values()}
+        lists = [entry for program in programs for entry in program.launches._found.values() if isinstance(entry[1], LaunchList)]
+        assert len(lists) == 2
+        assert len(weak_cache._derived["sequences"]) == 1 and len(weak_cache._derived["tile tables"]) > 0
+        logs[0].clear()
+        del out, offsets, lists, used
+        gc.collect()
+        assert len(weak_cache._derived["sequences"]) == len(weak_cache._derived["tile tables"]) == 0
+        left = [entry[1] for program in programs for entry in program.launches._found.values()]
+        assert not any(isinstance(value, LaunchList) for value in left)
+        assert len(left) <= 2
+        call_cache._calls.clear()
+    assert not tile_tables._DENSE_SEQUENCES.task_records
+
+
+def test_offsets_in_other_memory_are_other_offsets(logs, calls):
+    _, launched = logs
+    tensors, offsets = leaves(packed=True, wanted=(False,) * 3), OFFSETS.clone()
+    packed_call(*tensors, offsets)
+    packed_call(*tensors, offsets)
+    launched.clear()
+    offsets.data = torch.tensor([0, 100, 256])  # no version tells
+    packed_call(*tensors, offsets)
+    assert [name for name, *_ in launched].count("place_sequences") == 1
+
+
+def test_launches_go_with_their_program(logs, calls):
+    foci.attention(*leaves(wanted=(False,) * 3))
+    (known,) = call_cache._calls.values()
+    ((_, launch_list),) = known.outline.program.launches._found.values()
+    program = weakref.ref(known.outline.program)
+    del known
+    gc.disable()
+    try:
+        call_cache._calls.clear()
+        assert program() is None
+        assert sys.getrefcount(launch_list) == 2  # this function and its call
+    finally:
+        gc.enable()

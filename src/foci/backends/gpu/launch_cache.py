@@ -18,7 +18,7 @@ from foci.backends.gpu.launch_list import LaunchList
 from foci.backends.gpu.stream_state import free_stream, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.tensor_descriptors import without_overlap
-from foci.backends.gpu.tile_tables import Sequences, offsets_state, sequences_at
+from foci.backends.gpu.tile_tables import Sequences, find_sequences, offset_tensors, offsets_state
 from foci.problem import Operands, OptionalTensors, Program
 from foci.weak_cache import tensor_state
 
@@ -40,22 +40,17 @@ def find_pass(key: Key, stream: int, program: Program, tensors: Inputs, offsets:
     none."""
     if offsets is None:
         return program.launches.find(key)
-    query, tokens, state = tensors[0], _count(program, tensors), offsets_state(offsets)
+    tokens, state = _count(program, tensors), offsets_state(offsets)
     known = (key, state, *tokens)
     launch_list = None if state is None else program.launches.find(known)
     if launch_list is None:
-        assert query is not None
-        sequences = sequences_at(query, offsets, stream)
+        sequences = find_sequences(offsets, state, stream)
         template = program.launches.find((key, sequences.form))
         if template is not None:
             launch_list = template.bound(sequences, tokens, tensors[3:])
             if state is not None:
-                program.launches.add(known, (sequences, *_present(offsets)), launch_list)
+                program.launches.add(known, (sequences, *offset_tensors(offsets)), launch_list)
     return launch_list
-
-
-def _present(offsets: Offsets) -> list[Tensor]:
-    return [t for t in offsets if t is not None]
 
 
 def keep_pass(
@@ -67,7 +62,7 @@ def keep_pass(
         return
     state = offsets_state(offsets)
     if state is not None:
-        program.launches.add((key, state, *launch_list.tokens), (sequences, *_present(offsets), *read), launch_list)
+        program.launches.add((key, state, *launch_list.tokens), (sequences, *offset_tensors(offsets), *read), launch_list)
     if min(launch_list.tokens) > 1:  # strides of a single token say nothing
         program.launches.add((key, sequences.form), (), launch_list.template.unbound())
 

@@ -33,7 +33,18 @@ from foci.weak_cache import cache_derived, find_derived, tensor_state
 if TYPE_CHECKING:
     from foci.backends.gpu.passes import Pass, PassBuilder
 
-__all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "offsets_state", "operand_sequences", "sequences_at"]
+__all__ = [
+    "ALL",
+    "DENSE",
+    "Sequences",
+    "TileTable",
+    "build_visits",
+    "find_sequences",
+    "offset_tensors",
+    "offsets_state",
+    "operand_sequences",
+    "sequences_at",
+]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0), encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -58,11 +69,12 @@ class TileTable:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Starts and lengths of packed sequences. What is computed from them is cached as long as this object lives, see `foci.weak_cache`.
+    """Starts and lengths of packed sequences. What is computed from them is cached as long as this object lives.
 
     Attributes:
         q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
         stays: False if the offsets may change unseen, so that only the pass at hand may use what is computed from them.
+        task_records: by (tile, streamed tile or 0, number of records, whether tasks are tiles of queries), see `_assigned`.
     """
 
     q_start: Tensor | None = None
@@ -70,13 +82,14 @@ class Sequences:
     kv_start: Tensor | None = None
     kv_length: Tensor | None = None
     stays: bool = True
+    task_records: dict[tuple[int, int, int, bool], Tensor] = field(default_factory=dict, init=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Starts and lengths."""
         return self.q_start, self.q_length, self.kv_start, self.kv_length
 
-    @functools.cached_property
+    @property
     def form(self) -> tuple[object, ...]:
         """Return what a launch list depends on besides starts and lengths: the number of sequences, and which of the tensors are the
         same."""
@@ -98,14 +111,20 @@ def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None
     """
     if offsets is None:
         return _DENSE_SEQUENCES
-    state = offsets_state(offsets)
-    if state is None or (free is None and is_for_graphs(query)):
+    stream = current_stream(query) if free is None else free
+    is_stable = free is not None or not is_for_graphs(query)
+    return find_sequences(offsets, offsets_state(offsets) if is_stable else None, stream)
+
+
+def find_sequences(offsets: Offsets, state: tuple[object, ...] | None, stream: int) -> Sequences:
+    """Starts and lengths, cached by the state of the offsets unless it is None."""
+    if state is None:
         return _sequences(offsets, stays=False)
-    key = (current_stream(query) if free is None else free, state)
+    key = (stream, state)
     sequences: Sequences | None = find_derived("sequences", key)
     if sequences is None:
         sequences = _sequences(offsets, stays=True)
-        cache_derived("sequences", key, tuple([t for t in offsets if t is not None]), sequences)
+        cache_derived("sequences", key, offset_tensors(offsets), sequences)
     elif cache_check.ENABLED:
         cache_check.compare_tensors("the cache of sequences", sequences.tensors, _sequences(offsets, stays=True).tensors)
     return sequences
@@ -120,6 +139,14 @@ def offsets_state(offsets: Offsets) -> tuple[object, ...] | None:
     if any(t is not None and t.is_inference() for t in offsets):
         return None
     return tuple([None if t is None else tensor_state(t) for t in offsets])
+
+
+def offset_tensors(offsets: Offsets) -> tuple[Tensor, ...]:
+    """The tensors of offsets; one where queries and keys have the same."""
+    cu_q, cu_kv, q_lengths, kv_lengths = offsets
+    if cu_q is not None and cu_kv is cu_q and q_lengths is None and kv_lengths is None:
+        return (cu_q,)
+    return tuple([t for t in offsets if t is not None])
 
 
 def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
@@ -324,8 +351,8 @@ def _assigned(
 ) -> Tensor:
     """Task records of `count` tiles of queries, or of keys, cached as long as the sequences live. They are sorted by work if `other`, the
     rows of a streamed tile, is not 0; else by length. `launches`: of the pass, in case it only compiles ahead."""
-    known = (id(sequences), tile, other, count, is_by_query)
-    table: Tensor | None = find_derived("task records", known)
+    known = (tile, other, count, is_by_query)
+    table = sequences.task_records.get(known)
     if table is not None:
         return table
     lengths = (sequences.q_length, sequences.kv_length)
@@ -345,7 +372,7 @@ def _assigned(
     if launches is not None and launches.is_ahead:
         return assign(launches)[0]
     (table,) = _repeated(("tasks", tile, other, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
-    cache_derived("task records", known, (sequences,), table)
+    sequences.task_records[known] = table
     return table
 
 
