@@ -91,6 +91,7 @@ def test_tiles_are_those_the_mask_keeps(name, tiles):
 
 def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
     looked = []
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     real = tile_tables.classify_tiles
     monkeypatch.setattr(tile_tables, "classify_tiles", Noted(real, looked))
     attention, call = begun(MASKS["documents"])
