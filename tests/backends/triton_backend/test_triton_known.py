@@ -480,3 +480,37 @@ def test_launches_go_with_their_program(logs, calls):
         assert sys.getrefcount(launch_list) == 2  # this function and its call
     finally:
         gc.enable()
+
+
+def test_tile_tables_are_of_their_sequences(logs, calls):
+    """Another program of the same mask builds its own launches, but takes the tables of sequences that it shares."""
+    tensors, tables = leaves(packed=True, wanted=(False,) * 3), weak_cache._derived["tile tables"]
+    first, second = OFFSETS.clone(), torch.tensor([0, 120, 256])
+    packed_call(*tensors, first, window_size=(3, 0))
+    assert len(tables) == 1
+    packed_call(*tensors, first, window_size=(3, 0), return_aux=foci.AuxRequest(lse=True))
+    assert len(tables) == 1
+    packed_call(*tensors, second, window_size=(3, 0), scale=0.3)
+    assert len(tables) == 2
+
+
+def by_documents(ids):
+    return lambda b, h, i, j: ids[i] == ids[j]
+
+
+def test_tile_tables_and_launches_are_of_what_a_mask_reads(logs, calls):
+    tensors, ids = leaves(wanted=(False,) * 3), DOCUMENTS.clone()
+    tables = weak_cache._derived["tile tables"]
+    for number in range(1, 4):
+        foci.attention(*tensors, mask=by_documents(ids))
+        foci.attention(*tensors, mask=by_documents(ids))
+        (known,) = call_cache._calls.values()
+        assert len(tables) == len(known.outline.program.launches) == number
+        if number == 1:
+            ids[:100] = 7
+        else:
+            ids.data = ids.clone()  # no version tells
+    logs[0].clear()
+    del ids
+    gc.collect()
+    assert len(tables) == len(weak_cache._derived["tile classes"]) == len(known.outline.program.launches) == 0
