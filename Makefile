@@ -66,7 +66,8 @@ test-all: $(STAMP) ## every case of every test: more than an hour
 check-cache: $(STAMP) ## tests of repeated calls, in which every cache builds anew what it returns and compares
 	$(say) "repeated calls with FOCI_CHECK_CACHE=1 and $(SAMPLE) on $(JOBS) processes"
 	@FOCI_CHECK_CACHE=1 $(PYTEST) -q $(SAMPLE) tests/test_cache_check.py tests/api/test_recall.py tests/api/test_call_spec.py \
-		tests/api/test_handed_over.py tests/backends/test_aten.py tests/backends/test_dropout_backends.py $(ARGS)
+		tests/api/test_handed_over.py tests/api/test_flex.py tests/nn/test_search.py tests/backends/test_aten.py \
+		tests/backends/test_dropout_backends.py $(ARGS)
 
 # Without a GPU these tests are skipped by `make test`: they launch kernels.
 interpreted: $(STAMP) ## tests that launch GPU kernels, in Triton's interpreter

@@ -192,8 +192,7 @@ def profile(device: str, word: str) -> None:
 
 def _cache_sizes() -> dict[str, int]:
     return {
-        "decisions": len(execution._decisions),
-        "kernels": len(execution._kernels),
+        **execution.cache_sizes(),
         **trace_functions.cache_sizes(),
         "emitted functions": eager._compiled.cache_info().currsize,
     }

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 import foci
-from foci import block_mask, call_cache, core, execution, masks, operator, trace_functions
+from foci import call_cache, core, execution, masks, operator, trace_functions, weak_cache
 from foci.backends.contract import Backend, Kernel
-from foci.nn import padding_mask_scan
 from foci.operator import compiled_call
 from foci.operator.op_schema import flatten, unpack_results
-from foci.weak_cache import WeakCache
 
 
 @dataclass(frozen=True)
@@ -299,11 +297,9 @@ class _Placed(torch.autograd.Function):
 
 CACHES: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (call_cache, "_calls", OrderedDict),
-    (execution, "_decisions", OrderedDict),
-    (execution, "_kernels", OrderedDict),
+    (execution, "_plans", OrderedDict),
     (trace_functions, "_traces", OrderedDict),
-    (block_mask, "_classes", lambda: WeakCache(64)),
-    (padding_mask_scan, "_known", dict),
+    (weak_cache, "_derived", weak_cache.make_store),
 )
 """What calls leave for later ones: module, name, and how an empty one is made. A wrong entry found here would make the call that is run
 alone as wrong as the one it is compared with."""

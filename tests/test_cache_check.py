@@ -12,13 +12,14 @@ import torch
 import foci
 from foci import cache_check, call_cache, execution, trace_functions
 from foci.cache_check import StaleCacheError, compare, compare_tensors
+from foci.planner import Decision
 
 
 @pytest.fixture
 def checked(monkeypatch):
     """The mode switched on, with every cache empty."""
     monkeypatch.setattr(cache_check, "ENABLED", True)
-    for module, name in ((execution, "_decisions"), (call_cache, "_calls"), (trace_functions, "_traces")):
+    for module, name in ((execution, "_plans"), (call_cache, "_calls"), (trace_functions, "_traces")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 
 
@@ -100,8 +101,8 @@ def test_a_wrong_trace_is_found():
 def test_a_wrong_decision_is_found():
     q, k, v = torch.randn(3, 1, 2, 40, 16).unbind(0)
     foci.attention(q, k, v)
-    ((key, decision),) = execution._decisions.items()
-    execution._decisions[key] = (
+    ((key, decision),) = [(key, entry) for key, entry in execution._plans.items() if isinstance(entry[0], Decision)]
+    execution._plans[key] = (
         dataclasses.replace(decision[0], problem=dataclasses.replace(decision[0].problem, q_heads=9)),
         *decision[1:],
     )

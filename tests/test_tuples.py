@@ -62,9 +62,6 @@ PROTOCOLS = {
 LEFT = {
     "backends/gpu/decode.py:attention_decode": 1,
     "backends/gpu/forward.py:attention_forward": 2,
-    "backends/gpu/launch_cache.py:RepeatablePasses._find_backward": 1,
-    "backends/gpu/launch_cache.py:RepeatablePasses._find_forward": 1,
-    "backends/gpu/launch_cache.py:RepeatablePasses.pass_key": 1,
     "backends/gpu/tile_tables.py:build_visits": 1,
     "backends/hopper/backward_pass.py:HopperBackward._build_config": 1,
     "backends/hopper/bwd_dk_dv.py:split_query_runs": 1,

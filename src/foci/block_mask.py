@@ -11,11 +11,12 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
+from foci import cache_check
 from foci.blocks import EMPTY, FULL, PARTIAL, classes_of_lists, to_lists, transpose_lists
 from foci.compat.cuda import is_capturing, raw_stream
 from foci.compat.torch import are_transforms_open, count_dispatch_modes
 from foci.errors import ArgumentError
-from foci.weak_cache import WeakCache, tensor_state
+from foci.weak_cache import cache_derived, find_derived, tensor_state
 
 __all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
 
@@ -390,10 +391,12 @@ def block_classes(block_mask: BlockMask) -> Tensor:
         return classes_of_lists(*lists)
     stream = raw_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0  # on another one the classes may not be there yet
     key = (stream, *map(tensor_state, tensors))
-    classes = _classes.find(key)
+    classes: Tensor | None = find_derived("block classes", key)
     if classes is None:
         classes = classes_of_lists(*lists)
-        _classes.add(key, tensors, classes)
+        cache_derived("block classes", key, tensors, classes)
+    elif cache_check.ENABLED:
+        cache_check.compare_tensors("the cache of block classes", classes, classes_of_lists(*lists))
     return classes
 
 
@@ -406,10 +409,6 @@ def _may_be_kept(lists: Sequence[Tensor]) -> bool:
         and all(type(t) is Tensor and not t.is_inference() for t in lists)
         and not (lists[0].is_cuda and is_capturing())
     )
-
-
-_classes: Final[WeakCache[Tensor]] = WeakCache(64)
-"""Classes of the block masks that were given last, as long as their lists live unchanged."""
 
 
 def as_block_mask(block_mask: Any) -> BlockMask:

@@ -37,6 +37,7 @@ from foci.spec import Needs
 __all__ = [
     "Chosen",
     "as_written",
+    "cache_sizes",
     "choose_kernel",
     "decide",
     "launch_backward",
@@ -45,10 +46,11 @@ __all__ = [
     "run_forward",
 ]
 
-_CAPACITY: Final = 1024
+_CAPACITY: Final = 2048
 _Decided: TypeAlias = tuple[Decision, Kernel]
-_decisions: OrderedDict[tuple[object, ...], _Decided] = OrderedDict()
-_kernels: OrderedDict[Hashable, tuple[Backend, Kernel]] = OrderedDict()
+_plans: OrderedDict[Hashable, tuple[Any, Kernel]] = OrderedDict()
+"""What was planned: decision and kernel by a problem and what else decides; backend and kernel by `kernel_key`, as many problems have one
+kernel."""
 
 
 def _make_problem(formula: Formula, operands: Operands, needs: Needs, environment: Environment) -> Problem:
@@ -87,10 +89,10 @@ def decide(formula: Formula, operands: Operands, needs: Needs, environment: Envi
 
 def _kernel(problem: Problem, device: torch.device, environment: Environment) -> _Decided:
     signature = (problem, device, environment.allowed, environment.registry)
-    entry = _decisions.get(signature)
+    entry: _Decided | None = _plans.get(signature)
     if entry is None:
-        entry = _decisions[signature] = _built(choose(problem, find_target(device), environment.allowed))
-        _trim(_decisions)
+        entry = _built(choose(problem, find_target(device), environment.allowed))
+        _keep(signature, entry)
     elif cache_check.ENABLED:
         # the planner is a pure function of the key, and of what a target says of the device
         rebuilt = {"problem": problem, "target": find_target(device)}
@@ -145,21 +147,28 @@ def _compiled(decision: Decision) -> Kernel:
     plan = decision.plan
     assert plan is not None
     backend = backends.load(plan.backend)
-    key = backend.kernel_key(plan)
-    entry = _kernels.get(key)
+    key = plan.backend, backend.kernel_key(plan)
+    entry: tuple[Backend, Kernel] | None = _plans.get(key)
     if entry is None or entry[0] is not backend:  # names may be given away again
         kernel = backend.build(plan)
         if Kernel not in type(kernel).__mro__:
             raise TypeError(f"{type(kernel).__name__}, of the backend {plan.backend!r}, does not derive from foci.backends.contract.Kernel")
-        entry = _kernels[key] = backend, kernel
-        _trim(_kernels)
+        entry = backend, kernel
+        _keep(key, entry)
     return entry[1]
 
 
-def _trim(cache: OrderedDict[Any, Any]) -> None:
+def _keep(key: Hashable, entry: tuple[Any, Kernel]) -> None:
+    _plans[key] = entry
     # The oldest entry goes: what is dropped is planned again, never run in another way.
-    while len(cache) > _CAPACITY:
-        cache.popitem(last=False)
+    while len(_plans) > _CAPACITY:
+        _plans.popitem(last=False)
+
+
+def cache_sizes() -> dict[str, int]:
+    """How many decisions and kernels are cached. Neither grows with exact lengths, values or re-created functions."""
+    decisions = sum(isinstance(first, Decision) for first, _ in list(_plans.values()))
+    return {"decisions": decisions, "kernels": len(_plans) - decisions}
 
 
 def _tell(decision: Decision, *, backward: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foci.variant import Variant
+from foci.weak_cache import WeakCache
 
 __all__ = [
     "OUT_ALONE",
@@ -258,17 +259,24 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Stands for the calls with one `foci.spec.CallSpec`, as the key by which a kernel keeps their launches: two calls with one program
-    differ in the values and addresses of their tensors, and, in the jagged layout, in how many tokens there are.
+    """Stands for the calls with one `foci.spec.CallSpec`, and owns their launches: two calls with one program differ in the values and
+    addresses of their tensors, and, in the jagged layout, in how many tokens there are.
 
     Attributes:
         packed: query, key, value and the results are [T, H, D] where they are given without `Operands`, and lse is [H, T].
         joined: gradients of dense query, key and value, as many queries as keys, are wanted side by side in rows [B, S, E], by kernels
             that can.
+        launches: launch lists of the calls, which kernels find by what else may differ.
     """
 
     packed: bool = False
     joined: bool = False
+    launches: WeakCache[Any] = field(default_factory=lambda: WeakCache(_LAUNCHES), init=False, repr=False)
+
+
+_LAUNCHES: Final = 256
+"""Launch lists of a program at most: a forward and a backward for each mask whose values decide which tiles are visited, and for each of
+the last sequences."""
 
 
 class OptionalTensors(NamedTuple):

@@ -401,7 +401,7 @@ def h_offsets():
 
 def caches():
     return {
-        "kernels": len(execution._kernels),
+        "kernels": execution.cache_sizes()["kernels"],
         "variants": trace_functions._variant.cache_info().currsize,
         "canonical": trace_functions._canonical.cache_info().currsize,
         "eager": eager._compiled.cache_info().misses,
@@ -423,12 +423,12 @@ def test_a_thousand_lengths():
     with foci.use("blocked"):
         for _ in range(200):
             call()
-        before, decisions = caches(), len(execution._decisions)
+        before, decisions = caches(), execution.cache_sizes()["decisions"]
         for _ in range(800):
             call()
     assert caches() == before
     # one for each combination of powers of two, few of which 200 calls may have missed
-    assert len(execution._decisions) <= decisions + 60
+    assert execution.cache_sizes()["decisions"] <= decisions + 60
 
 
 # FLEX-11

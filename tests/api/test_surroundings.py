@@ -54,7 +54,7 @@ def test_more_functions_than_caches_hold(tiny_caches):
             torch.testing.assert_close(out, want)
             torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), q)[0], atol=1e-3, rtol=1e-3)
             assert {call.backend for call in (*log.calls, *log.backward_calls)}.isdisjoint({"reference"})
-    assert len(trace_functions._traces) <= 2 and len(execution._decisions) < 4096
+    assert len(trace_functions._traces) <= 2 and len(execution._plans) <= execution._CAPACITY
 
 
 # FLEX-10

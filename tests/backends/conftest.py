@@ -38,3 +38,32 @@ def launched(logs, monkeypatch):
     plan_for_a_gpu(monkeypatch)
     with torch.no_grad():
         yield logs
+
+
+@pytest.fixture
+def calls(logs, monkeypatch):
+    """Calls of foci as on a GPU; notes which passes were known, by direction."""
+    from collections import OrderedDict
+
+    import torch
+
+    import foci
+    from foci import call_cache, execution, planner
+    from foci.backends.gpu import kernel
+    from foci.problem import Target
+
+    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
+    for module, name in ((execution, "_plans"), (call_cache, "_calls")):
+        monkeypatch.setattr(module, name, OrderedDict())
+    known = []
+    for name in ("launch_forward", "launch_backward"):
+        method = getattr(kernel.GpuKernel, name)
+
+        def again(self, *args, name=name, method=method):
+            tensors = method(self, *args)
+            known.append((name, tensors is not None))
+            return tensors
+
+        monkeypatch.setattr(kernel.GpuKernel, name, again)
+    with foci.use("triton"):
+        yield known

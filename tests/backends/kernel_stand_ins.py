@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.gpu import launch_builder, launch_cache, launch_list, portable_passes, tile_tables
+from foci.backends.gpu import launch_builder, launch_list, portable_passes, tile_tables
 from foci.backends.triton.kernel import build_kernel
 
 MODULES = {module: LAUNCHED[module] for module in (portable_passes, tile_tables)}
@@ -123,12 +123,8 @@ def replace_hopper_kernels(monkeypatch, stand_in):
 
 
 def forget_launches(monkeypatch):
-    """Empties the caches of tile tables and launches."""
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
-    monkeypatch.setattr(tile_tables, "_sequence_cache", type(tile_tables._sequence_cache)())
-    monkeypatch.setattr(tile_tables, "_template_cache", weak_cache.WeakCache(256))
-    monkeypatch.setattr(tile_tables, "_launch_list_cache", weak_cache.WeakCache(256))
-    monkeypatch.setattr(launch_cache, "_templates", weak_cache.WeakCache(1024))
+    """Empties the cache of what was computed from tensors; a call whose launches are kept has its own."""
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
 
 
 def keep_descriptors(compiled, place, noted):
@@ -142,7 +138,7 @@ def plan_for_a_gpu(monkeypatch, arch=90, *features):
     """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
     monkeypatch.setattr(launch_builder, "direct", keep_descriptors)
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", *features})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
+    for module, name in ((execution, "_plans"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
 
 
@@ -225,3 +221,16 @@ VARIANTS = {
     "jagged": (None, masks.causal(), {"offsets": torch.tensor([0, 56, 256])}),
     "dropout": (None, None, {"seed": torch.tensor([1])}),
 }
+
+
+def packed_call(q, k, v, offsets, **options):
+    return foci.varlen_attn(q, k, v, offsets, offsets, 200, 200, **options)
+
+
+def leaves(*, packed=False, wanted=(True, True, True)):
+    shape = (256, 4, 64) if packed else (2, 256, 4, 64)
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_(on) for on in wanted]
+    return tensors if packed else [t.detach().transpose(1, 2).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
+
+
+OFFSETS, USED = torch.tensor([0, 56, 256]), torch.tensor([50, 190])

@@ -219,8 +219,7 @@ def test_a_failure_is_not_waited_for_twice(cache, tmp_path, monkeypatch):
 # SDPA-15
 def test_a_forced_backend_says_why_it_cannot_run(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("FOCI_CXX", failing(tmp_path / "g++", "foci", "error: no space left"))
-    monkeypatch.setattr(execution, "_decisions", OrderedDict())
-    monkeypatch.setattr(execution, "_kernels", OrderedDict())
+    monkeypatch.setattr(execution, "_plans", OrderedDict())
     with foci.use("cpu"), pytest.raises(build.CompileError, match="^no space left"):
         foci.attention(*(torch.randn(1, 1, 70, 16) for _ in range(3)))
 

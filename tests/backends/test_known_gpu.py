@@ -174,11 +174,12 @@ def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs compute capability 9.0")
     kernel = pytest.importorskip("foci.backends.hopper.kernel")
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
+    for module, name in ((execution, "_plans"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, OrderedDict())
     monkeypatch.setattr(kernel, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
-    assert [type(compiled_kernel.backward_pass).__name__ for _, compiled_kernel in execution._kernels.values()] == ["HopperBackward"]
+    assert {type(compiled_kernel.backward_pass).__name__ for _, compiled_kernel in execution._plans.values()} == {"HopperBackward"}
+    assert execution.cache_sizes()["kernels"] == 1
 
 
 def of_other_tokens(backend, options, separate, *, heads, dim, sequences, longest):

@@ -166,7 +166,7 @@ def test_a_checker_that_raises_says_nothing_of_the_kernels(installed, tmp_path):
 def unseen(monkeypatch):
     """Calls of tensors on the CPU are planned for a GPU with an unseen release; nothing is known from before."""
     monkeypatch.setitem(planner._targets, torch.device("cpu"), UNSEEN)
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
+    for module, name in ((execution, "_plans"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
     monkeypatch.setattr(execution, "_warned", set())
 

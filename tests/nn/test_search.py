@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import foci.nn
+from foci import weak_cache
 from foci.nn import padding_mask_scan
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(padding_mask_scan, "_known", {})
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
 
 
 def mask(*lengths, longest=6):
@@ -63,7 +64,7 @@ def test_who_writes_to_what_was_found_changes_his_own_call_alone(name):
 def test_few_are_kept():
     for n in range(40):
         padding_mask_scan.find_tokens(mask(n % 6, n // 6), batch_first=True)
-    assert len(padding_mask_scan._known) <= padding_mask_scan._KEPT
+    assert len(weak_cache._derived["padding"]) <= 8
 
 
 def test_kept_tensors_are_no_inference_tensors():

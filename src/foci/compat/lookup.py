@@ -33,7 +33,7 @@ NAMES: Final[Mapping[str, PrivateName]] = MappingProxyType(_names)
 SEEN: Final = ("2.11", "2.15")
 _MISSING: Final = object()
 
-_patterns: Final[list[str]] = [pattern for pattern in os.environ.get("FOCI_WITHOUT", "").split(",") if pattern]
+_patterns: Final = tuple([pattern for pattern in os.environ.get("FOCI_WITHOUT", "").split(",") if pattern])
 """Patterns of names that `find` does not find, from the environment variable FOCI_WITHOUT."""
 
 

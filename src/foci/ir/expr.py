@@ -62,9 +62,10 @@ class Expr:
         free: levels of the axes that it reads and does not bind.
         levels: one more than the highest level of a reduction in it, 0 without one.
         depth: operations above its deepest leaf; a leaf counts as one.
+        digests: of `foci.ir.simplify`, which computes them when it first orders the node; None until then.
     """
 
-    __slots__ = ("__weakref__", "args", "depth", "dtype", "free", "levels", "op", "value", "variable_names")
+    __slots__ = ("__weakref__", "args", "depth", "digests", "dtype", "free", "levels", "op", "value", "variable_names")
 
     op: str
     args: tuple[Expr, ...]
@@ -74,6 +75,7 @@ class Expr:
     free: frozenset[int]
     levels: int
     depth: int
+    digests: tuple[bytes, bytes] | None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"an Expr is immutable; tried to set {name!r}")
@@ -169,6 +171,7 @@ def _new(op: str, args: tuple[Expr, ...], dtype: DType, value: Payload) -> Expr:
     put(expr, "free", free)
     put(expr, "levels", levels)
     put(expr, "depth", depth)
+    put(expr, "digests", None)
     return expr
 
 

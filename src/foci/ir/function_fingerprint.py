@@ -149,7 +149,7 @@ class _Known(NamedTuple):
     fingerprint: Fingerprint
 
 
-_CODES: Final = 4096
+_CODES: Final = 8192
 _BUILTINS: Final = frozenset((
     "abs", "all", "any", "bool", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len", "list", "map", "max", "min", "pow",
     "range", "reversed", "round", "slice", "sorted", "sum", "tuple", "zip",
@@ -181,8 +181,8 @@ def _attributes() -> frozenset[str]:
     return frozenset(name for name in words if not name.startswith("__"))
 
 
-_tokens: dict[types.CodeType, _Code] = {}
-_known: dict[int, _Known] = {}
+_known: dict[int | types.CodeType, _Known] = {}
+"""Facts about code by its identity, and by its value: other code that is equal has the same token."""
 
 
 def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
@@ -199,11 +199,12 @@ def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
 def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
     if len(_known) >= _CODES:
         _known.clear()
-        _tokens.clear()
     names, is_of_foci = _read_names(code), str(scope.get("__name__")).startswith("foci.")
     is_own = is_of_foci and names is not None and all(n not in scope or _is_constant(n, scope) for n in names)
-    token = _tokens.setdefault(code, _Code())
+    equal = _known.get(code)
+    token = _Code() if equal is None else equal.token
     entry = _known[id(code)] = _Known(code, token, names, scope if is_own else None, Fingerprint(structure=(token,)))
+    _known.setdefault(code, entry)
     return entry
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -80,20 +79,19 @@ class _Key:
         return self.expr is not other.expr and _digests(self.expr) < _digests(other.expr)
 
 
-_known_digests: weakref.WeakKeyDictionary[Expr, tuple[bytes, bytes]] = weakref.WeakKeyDictionary()
-
-
 def _digests(expr: Expr) -> tuple[bytes, bytes]:
     """Digests of the shape and of everything."""
-    if expr not in _known_digests:
+    if expr.digests is None:
         for e in expr.walk():
-            if e not in _known_digests:
-                _known_digests[e] = _new_digests(e)
-    return _known_digests[expr]
+            if e.digests is None:
+                object.__setattr__(e, "digests", _compute_digests(e))
+    assert expr.digests is not None
+    return expr.digests
 
 
-def _new_digests(e: Expr) -> tuple[bytes, bytes]:
-    parts = [_known_digests[arg] for arg in e.args]
+def _compute_digests(e: Expr) -> tuple[bytes, bytes]:
+    """Digests of a node whose operands have theirs."""
+    parts = [_digests(arg) for arg in e.args]
     shapes = [arg.dtype.value if is_lifted(e.op, i, arg) else parts[i][0].hex() for i, arg in enumerate(e.args)]
     shape = _digest(e.op, e.dtype.value, _expression_shape(e.value) if e.op in _SLOTTED else repr(e.value), *shapes)
     return shape, _digest(e.op, e.dtype.value, repr(e.value), *(digest.hex() for _, digest in parts))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -20,8 +19,9 @@ from foci.compat.nested import (
     ragged_dim,
     strided_sizes,
 )  # fmt: skip
-from foci.compat.torch import are_transforms_open, count_dispatch_modes, disabled_torch_function_subclass, is_jit_tracing, version_of
+from foci.compat.torch import are_transforms_open, count_dispatch_modes, disabled_torch_function_subclass, is_jit_tracing
 from foci.nn.padding_mask_scan import find_tokens
+from foci.weak_cache import tensor_state
 
 __all__ = [
     "Packing",
@@ -123,6 +123,8 @@ class Packing:
     whole: Tensor | None = None
     values: Tensor | None = None
     batch_first: bool = True
+    _counted: tuple[int, tuple[int, int, int]] | None = field(default=None, init=False, repr=False)
+    """How many tokens the mask has that it was made from, and the state of the offsets that say so; no copy with other offsets has it."""
 
     @staticmethod
     def from_mask(padding: Tensor, *, batch_first: bool = True) -> Packing:
@@ -146,8 +148,7 @@ class Packing:
 
     def is_whole(self, tokens: int) -> bool:
         """Whether so many rows are known to be the tokens of its sequences, no more and no less."""
-        entry = _counted.get(self)
-        return entry is not None and entry == (tokens, version_of(self.offsets))
+        return self._counted is not None and self._counted == (tokens, tensor_state(self.offsets))
 
     @property
     def batch(self) -> int:
@@ -238,10 +239,6 @@ class Packing:
         return torch.nested.nested_tensor_from_jagged(tokens, offsets=self.offsets, min_seqlen=shortest, max_seqlen=longest)
 
 
-_counted: Final[weakref.WeakKeyDictionary[Packing, tuple[int, int]]] = weakref.WeakKeyDictionary()
-"""How many tokens the mask has that a packing is of, and the version of the offsets that say so."""
-
-
 def is_jagged(tensor: Tensor) -> bool:
     """Whether it is a NestedTensor of jagged layout: by its type, as every question put to one goes through Python."""
     if torch.compiler.is_compiling():
@@ -289,7 +286,7 @@ def pack_mask(padding: Tensor, *, batch_first: bool) -> Packing | None:
     batch, length = padding.shape
     packing = Packing(offsets, longest, (batch, length), indices, columns, starts, bias, batch_first=batch_first)
     if not offsets.is_inference():
-        _counted[packing] = indices.shape[0], version_of(offsets)
+        object.__setattr__(packing, "_counted", (indices.shape[0], tensor_state(offsets)))
     return packing
 
 

@@ -13,8 +13,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from foci import cache_check
 from foci.compat.cuda import raw_stream
 from foci.compat.torch import version_of
+from foci.weak_cache import cache_derived, find_derived
 
 __all__ = ["TokenPlaces", "find_tokens"]
 
@@ -56,21 +58,36 @@ def _of_bytes(padding: Tensor, *, batch_first: bool) -> TokenPlaces | None:
     read = padding.cpu().contiguous()
     memory = ctypes.string_at(read.data_ptr(), batch * length)
     stream = raw_stream(device.index) if padding.is_cuda else 0  # it is copied there by
-    key = (memory, batch, device, stream, batch_first)
-    known = _known.get(key)
-    if known is not None and known.is_unchanged():
-        return known.places
-    with _ordinary():
-        on_the_left = _lengths_on_the_left(memory, batch, length) if batch_first else None
-        if on_the_left is not None:
-            places = _found_on_the_left(on_the_left, length, device)
-        else:
-            read = read.clone()
-            places = _search_tokens(read, read, device, batch_first=batch_first)
-        _known[key] = _CachedSearch.of(places)
-    if len(_known) > _KEPT:
-        _known.pop(next(iter(list(_known))), None)  # a list at once: other threads may add
+    key = _SearchKey(memory, batch, device, stream, batch_first)
+    cached: _CachedSearch | None = find_derived("padding", key)
+    if cached is not None and cached.is_unchanged():
+        if cache_check.ENABLED:
+            anew = _CachedSearch.of(_search_bytes(memory, read, device, batch_first=batch_first))
+            cache_check.compare_tensors("the cache of padding masks", cached.tensors, anew.tensors)
+        return cached.places
+    places = _search_bytes(memory, read, device, batch_first=batch_first)
+    cache_derived("padding", key, (), _CachedSearch.of(places))
     return places
+
+
+def _search_bytes(memory: bytes, read: Tensor, device: torch.device, *, batch_first: bool) -> TokenPlaces | None:
+    """Tokens of a bool mask `read` on the host, which has these bytes."""
+    with _ordinary():
+        on_the_left = _lengths_on_the_left(memory, *read.shape) if batch_first else None
+        if on_the_left is not None:
+            return _found_on_the_left(on_the_left, read.shape[1], device)
+        read = read.clone()
+        return _search_tokens(read, read, device, batch_first=batch_first)
+
+
+class _SearchKey(NamedTuple):
+    """The inputs of a search through a mask's bytes."""
+
+    memory: bytes
+    batch: int
+    device: torch.device
+    stream: int
+    batch_first: bool
 
 
 class _CachedSearch(NamedTuple):
@@ -87,10 +104,6 @@ class _CachedSearch(NamedTuple):
 
     def is_unchanged(self) -> bool:
         return tuple([version_of(t) for t in self.tensors]) == self.versions
-
-
-_KEPT: Final = 8
-_known: Final[dict[tuple[object, ...], _CachedSearch]] = {}
 
 
 def _search_tokens(padding: Tensor, read: Tensor, device: torch.device, *, batch_first: bool) -> TokenPlaces | None:

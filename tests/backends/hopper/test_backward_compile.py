@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import foci
-from foci import masks, scores
+from foci import masks, scores, weak_cache
 from foci.backends.contract import Plan
 from foci.compat.triton import release
 from foci.problem import Cotangents, Formula, Layout, Operands, Problem, Results, Target, bucket
@@ -120,7 +120,7 @@ CASES = {
 def test_backward_kernels_compile_within_bounds(name, stand_in, monkeypatch):
     case = CASES[name]
     kernels = stand_in(LAUNCHED, 90)
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     monkeypatch.setattr(backward, "count_sms", lambda device: case.get("processors", 132))
     if case.get("shares"):
         monkeypatch.setattr(backward_schedules, "SHORT_Q_SPLIT_KEYS", 64)
@@ -208,7 +208,7 @@ def test_tiles_go_round_where_all_programs_run_at_once(case, programs, spare, mo
             monkeypatch.setattr(module, name, Noted(getattr(module, name), []))
     monkeypatch.setattr(backward, "attention_gradients", Noting(backward.attention_gradients.function, []))
     monkeypatch.setattr(backward, "count_sms", lambda device: (programs or 10000) + spare)
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     gradients, operands, out = posed(case)
     gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
     ((grid, args, options),) = launches
@@ -274,7 +274,7 @@ def test_gradients_of_scores_are_kept_of_some_heads_at_a_time(kv_heads, kept, ch
         monkeypatch.setattr(backward, name, Noted(getattr(backward, name), notes))
     for name in LAUNCHED[tile_tables]:
         monkeypatch.setattr(tile_tables, name, Noted(getattr(tile_tables, name), []))
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     gradients, operands, out = posed({"dim": 192, "value_dim": 128, "mask": masks.causal(), "kv_heads": kv_heads})
     gradients.backward(operands, Results(out, torch.zeros(out.shape[:3])), Cotangents(out))
     group = 4 // kv_heads

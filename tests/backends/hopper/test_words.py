@@ -7,13 +7,12 @@ import pytest
 import torch
 
 import foci
-from foci import masks
+from foci import masks, weak_cache
 from foci.backends.contract import Plan
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Target
 from foci.trace_functions import bind
 
 forward_pass = pytest.importorskip("foci.backends.hopper.forward_pass", reason="needs a Triton with Gluon")
-from foci.backends.gpu import tile_tables  # noqa: E402
 from foci.backends.hopper.kernel import build_kernel  # noqa: E402
 from foci.backends.hopper.kernel_args import ForwardParams  # noqa: E402
 
@@ -78,7 +77,7 @@ def fewest(keep, tile):
 
 
 def tile_tables_kept():
-    return [table for _, table in tile_tables._DENSE_SEQUENCES.visits._found.values()]
+    return [table for _, table in weak_cache._derived["tile tables"]._found.values()]
 
 
 def forget_bits():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import foci
-from foci import masks, scores
+from foci import masks, scores, weak_cache
 from foci.backends.contract import Plan
 from foci.compat.triton import COMPILE_OPTIONS
 from foci.problem import Cotangents, Formula, Layout, Operands, Outputs, Problem, Target
@@ -137,7 +137,7 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
     # the interpreter takes Python that the compiler does not, and compiling takes minutes
     case = CASES[name]
     kernels = stand_in(LAUNCHED, arch, is_read_only=True)
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     launch_paged(case, arch) if "page" in case else launch(case, arch)
     assert kernels
     if name.startswith("learned bias"):  # its gradient is a sum in a fixed order
@@ -151,7 +151,7 @@ def test_triton_reads_every_kernel(name, arch, stand_in, monkeypatch):
 def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
     case = dict(CASES[name])
     kernels = stand_in(LAUNCHED, arch)
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     attention = launch_paged(case, arch) if "page" in case else launch(case, arch)
     for one in kernels:
         assert one.shared <= find(arch).shared_bytes, one.name
@@ -183,7 +183,7 @@ def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monk
     counts = []
     for case in ({"mask": masks.causal(), "dim": 64}, CASES["jagged D 64 causal"]):
         kernels.clear()
-        monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
+        monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
         launch(case, 90)
         counts.append({one.name: one.ptx.count("wgmma.mma_async") for one in kernels})
     dense, packed = counts
@@ -254,8 +254,7 @@ def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(nam
 
     monkeypatch.setattr(precompile, "is_new", lambda: True)
     monkeypatch.setattr(precompile, "launch_ahead", note)
-    dense_sequences = tile_tables.Sequences()
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", dense_sequences)
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     attention, operands = begun(CASES[name], 90)
     keyed.clear()
     real, addresses = kernel.precompile_backward, set()
@@ -264,12 +263,10 @@ def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(nam
         addresses.update(
             t.untyped_storage().data_ptr() for t in (operands.query, operands.key, results.out, results.lse, *operands.captures)
         )
-        addresses.update(
-            t.untyped_storage().data_ptr() for visits in found_in(dense_sequences.visits) for t in visits.tensors if t is not None
-        )
-        before = found_in(dense_sequences.visits), found_in(dense_sequences.classes)
+        addresses.update(t.untyped_storage().data_ptr() for visits in found("tile tables") for t in visits.tensors if t is not None)
+        before = found("tile tables"), found("tile classes")
         real(kernel_, operands, results)
-        assert (found_in(dense_sequences.visits), found_in(dense_sequences.classes)) == before
+        assert (found("tile tables"), found("tile classes")) == before
 
     monkeypatch.setattr(kernel, "precompile_backward", compile_and_compare)
     results = attention.forward(operands)
@@ -280,8 +277,8 @@ def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(nam
     assert {key for key in seen if key[0].startswith("attention")} == {key for key in keyed if key[0].startswith("attention")}
 
 
-def found_in(kept):
-    return [value for _, value in kept._found.values()]
+def found(kind):
+    return [value for _, value in weak_cache._derived[kind]._found.values()]
 
 
 def kinds_of(function, attention):

@@ -3,50 +3,29 @@
 import contextlib
 import sys
 import weakref
-from collections import OrderedDict
 
 import pytest
 import torch
-from kernel_stand_ins import DOCUMENTS, SLOPES, Function, addressed, flat, flatten, is_address, replace_hopper_kernels
+from kernel_stand_ins import (
+    DOCUMENTS,
+    OFFSETS,
+    SLOPES,
+    USED,
+    Function,
+    addressed,
+    flat,
+    flatten,
+    is_address,
+    leaves,
+    packed_call,
+    replace_hopper_kernels,
+)
 
 import foci
-from foci import call_cache, execution, masks, planner, scores
-from foci.backends.gpu import captured_grad, kernel, launch_cache, tile_tables
+from foci import call_cache, masks, planner, scores, weak_cache
+from foci.backends.gpu import captured_grad, tile_tables
 from foci.backends.hopper.kernel_rates import Pair, Rates
 from foci.problem import Target
-
-
-@pytest.fixture
-def calls(logs, monkeypatch):
-    """Calls of foci as on a GPU; notes which passes were known, by direction."""
-    monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", 90, frozenset({"triton"})))
-    for module, name in ((execution, "_decisions"), (execution, "_kernels"), (call_cache, "_calls")):
-        monkeypatch.setattr(module, name, OrderedDict())
-    known = []
-    for name in ("launch_forward", "launch_backward"):
-        method = getattr(kernel.GpuKernel, name)
-
-        def again(self, *args, name=name, method=method):
-            tensors = method(self, *args)
-            known.append((name, tensors is not None))
-            return tensors
-
-        monkeypatch.setattr(kernel.GpuKernel, name, again)
-    with foci.use("triton"):
-        yield known
-
-
-def packed_call(q, k, v, offsets, **options):
-    return foci.varlen_attn(q, k, v, offsets, offsets, 200, 200, **options)
-
-
-def leaves(*, packed=False, wanted=(True, True, True)):
-    shape = (256, 4, 64) if packed else (2, 256, 4, 64)
-    tensors = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_(on) for on in wanted]
-    return tensors if packed else [t.detach().transpose(1, 2).requires_grad_(on) for t, on in zip(tensors, wanted, strict=True)]
-
-
-OFFSETS, USED = torch.tensor([0, 56, 256]), torch.tensor([50, 190])
 
 KNOWN = {
     "plain": lambda q, k, v: foci.attention(q, k, v),
@@ -194,14 +173,8 @@ def test_other_sequences_and_tokens_take_the_known_pass(logs, calls, storages, n
         assert calls == [("launch_forward", True), ("launch_backward", True)]
         assert not worked_out
         launches = [*launched]
-        for kept in (
-            call_cache._calls,
-            launch_cache._templates._found,
-            tile_tables._template_cache._found,
-            tile_tables._launch_list_cache._found,
-            tile_tables._sequence_cache,
-        ):
-            kept.clear()
+        call_cache._calls.clear()
+        monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
         launched.clear()
         moved_call(other, MOVED[name], separate=separate)
     # by name and numbers: tables are made at other times, as they are needed

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foci import masks, scores
+from foci import masks, scores, weak_cache
 from foci.backends.contract import Plan
 from foci.compat.triton import TESTED, release
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Program, Target
@@ -27,10 +27,9 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler.compiler import CompiledKernel, LazyDict  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from foci.backends.gpu import kernel, launch_builder, launch_cache, layernorm, stream_state, tile_tables  # noqa: E402
+from foci.backends.gpu import kernel, launch_builder, layernorm, stream_state, tile_tables  # noqa: E402
 from foci.backends.hopper.kernel import build_kernel as build_hopper_kernel  # noqa: E402
 from foci.backends.triton.kernel import build_kernel  # noqa: E402
-from foci.weak_cache import WeakCache  # noqa: E402
 
 STREAM = 4711
 DESCRIPTION = "map of tiles"
@@ -98,8 +97,7 @@ def driver(monkeypatch):
     for module in (kernel, tile_tables):
         monkeypatch.setattr(module, "current_stream", lambda tensor: STREAM)
     monkeypatch.setattr(stream_state, "free_stream_on", lambda device: STREAM)
-    monkeypatch.setattr(tile_tables, "_DENSE_SEQUENCES", tile_tables.Sequences())
-    monkeypatch.setattr(launch_cache, "_templates", WeakCache(16))
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     yield stand_in
     forget_compiled()
     for value in gc.get_objects():

@@ -91,6 +91,7 @@ def test_tiles_are_those_the_mask_keeps(name, tiles):
 
 def test_both_sides_and_other_tiles_share_what_was_looked_at(monkeypatch):
     looked = []
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     real = tile_tables.classify_tiles
     monkeypatch.setattr(tile_tables, "classify_tiles", Noted(real, looked))
     attention, call = begun(MASKS["documents"])
@@ -188,8 +189,7 @@ def test_no_task_is_written_beyond_the_table(room, monkeypatch):
         return buffer[:room]
 
     monkeypatch.setattr(LaunchBuilder, "empty", within)
-    for known in ("_template_cache", "_launch_list_cache"):
-        monkeypatch.setattr(tile_tables, known, weak_cache.WeakCache(8))
+    monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
     tile_tables._assigned(placed(LENGTHS, LENGTHS), 64, room, is_by_query=True)
     (storage,) = allocated
     assert bool((storage[room:] == 77).all())

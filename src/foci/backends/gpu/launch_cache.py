@@ -1,25 +1,26 @@
-"""Cache of launch lists: their keys, where they are kept, and how a kernel repeats one.
+"""Launch lists of a program: their keys, and how a kernel finds, binds and repeats one.
 
-The launch list of a pass is built by the first call of a program, and run by this and every later one.
+The launch list of a pass is built by the first call of a program, and run by this and every later one. It lives as long as the program, the
+sequences and the tensors whose values it depends on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs
+from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given, Inputs, Offsets
 from foci.backends.gpu.bound_launch import bind_backward, bind_forward
-from foci.backends.gpu.launch_list import LaunchList, Template
+from foci.backends.gpu.launch_list import LaunchList
 from foci.backends.gpu.stream_state import free_stream, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Tokens
 from foci.backends.gpu.tensor_descriptors import without_overlap
-from foci.backends.gpu.tile_tables import Sequences, sequences_at
+from foci.backends.gpu.tile_tables import Sequences, find_sequences, offset_tensors, offsets_state
 from foci.problem import Operands, OptionalTensors, Program
-from foci.weak_cache import WeakCache, tensor_state
+from foci.weak_cache import tensor_state
 
 if TYPE_CHECKING:
     from foci.backends.gpu.passes import PassBuilder
@@ -28,35 +29,42 @@ __all__ = ["RepeatablePasses", "find_pass", "keep_pass", "source_of_places"]
 
 Key: TypeAlias = tuple[object, ...]
 
-_templates: Final[WeakCache[Template]] = WeakCache(1024)
-"""Launch lists of packed calls, for any sequences."""
-
 
 def source_of_places(sequences: Sequences, tokens: Tokens, captures: Inputs) -> Inputs:
     """The `Source` of starts and lengths."""
     return sequences.tensors
 
 
-def find_pass(key: Key, sequences: Sequences, program: Program, tensors: Inputs) -> LaunchList | None:
-    """Find the launch list of a key: one of these sequences, else one of other sequences bound to these; None if there is none."""
-    if sequences.q_start is None:
-        return sequences.launch_lists.find(key)
-    tokens, captures = _count(program, tensors), tensors[3:]
-    launch_list = sequences.launch_lists.find((key, *tokens))
-    if launch_list is None and (template := _templates.find((key, sequences.form))) is not None:
-        launch_list = template.bound(sequences, tokens, captures)
-        sequences.launch_lists.add((key, *tokens), (), launch_list)
+def find_pass(key: Key, stream: int, program: Program, tensors: Inputs, offsets: Offsets | None) -> LaunchList | None:
+    """Find the launch list of a program by its key: one of these sequences, else one of other sequences bound to these; None if there is
+    none."""
+    if offsets is None:
+        return program.launches.find(key)
+    tokens, state = _count(program, tensors), offsets_state(offsets)
+    known = (key, state, *tokens)
+    launch_list = None if state is None else program.launches.find(known)
+    if launch_list is None:
+        sequences = find_sequences(offsets, state, stream)
+        template = program.launches.find((key, sequences.form))
+        if template is not None:
+            launch_list = template.bound(sequences, tokens, tensors[3:])
+            if state is not None:
+                program.launches.add(known, (sequences, *offset_tensors(offsets)), launch_list)
     return launch_list
 
 
-def keep_pass(key: Key, sequences: Sequences, read: tuple[Tensor, ...], launch_list: LaunchList) -> None:
+def keep_pass(
+    key: Key, sequences: Sequences, program: Program, offsets: Offsets | None, read: tuple[Tensor, ...], launch_list: LaunchList
+) -> None:
     """Store a launch list for `find_pass`; also for other sequences, if it depends on them by their starts and lengths alone."""
-    if sequences.q_start is None:
-        sequences.launch_lists.add(key, read, launch_list)
+    if offsets is None:
+        program.launches.add(key, read, launch_list)
         return
-    sequences.launch_lists.add((key, *launch_list.tokens), read, launch_list)
+    state = offsets_state(offsets)
+    if state is not None:
+        program.launches.add((key, state, *launch_list.tokens), (sequences, *offset_tensors(offsets), *read), launch_list)
     if min(launch_list.tokens) > 1:  # strides of a single token say nothing
-        _templates.add((key, sequences.form), (), launch_list.template.unbound())
+        program.launches.add((key, sequences.form), (), launch_list.template.unbound())
 
 
 class RepeatablePasses:
@@ -91,7 +99,7 @@ class RepeatablePasses:
         read = None if stream is None else self._states(tensors[3:], optional.blocks)
         if stream is None or read is None:
             return None
-        return find_pass((self, program, stream, (), read), sequences_at(query, optional.offsets, stream), program, tensors)
+        return find_pass((self, stream, (), read), stream, program, tensors, optional.offsets)
 
     def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
@@ -125,9 +133,8 @@ class RepeatablePasses:
         # a saved tensor may have been unpacked as another tensor with the same values, at an unaligned address
         if not _are_aligned(addresses):
             return bwd_args, None, []
-        sequences = sequences_at(query, optional.offsets, stream)
-        known = (self, program, stream, _read_strides(tensors, bwd_args), read)
-        return bwd_args, find_pass(known, sequences, program, tensors), addresses
+        key = (self, stream, _read_strides(tensors, bwd_args), read)
+        return bwd_args, find_pass(key, stream, program, tensors, optional.offsets), addresses
 
     def pass_key(self, operands: Operands, bwd_args: Given | None = None) -> Key | None:
         """The key by which the launch list of a pass is kept; None if it must not be repeated, or the call has no program.
@@ -146,12 +153,14 @@ class RepeatablePasses:
         # a tensor in two places of a launch list would stand for both
         if not _are_aligned(tensor_addresses(every)) or len({*map(id, every)}) < len(every) - 3 + len({*map(id, tensors[:3])}):
             return None
-        return self, program, stream, () if bwd_args is None else _read_strides(tensors, bwd_args, packed=program.packed), read
+        return self, stream, () if bwd_args is None else _read_strides(tensors, bwd_args, packed=program.packed), read
 
     def keep(self, key: Key, operands: Operands, sequences: Sequences, built: LaunchList, count: int) -> None:
         """Keep the launch list of a pass, which returns the first `count` of the tensors that it allocates."""
-        packed = operands.program is not None and operands.program.packed
-        keep_pass(key, sequences, self.builder.read_by_masks(operands), built.returning(count, packed=packed))
+        program = operands.program
+        assert program is not None, "a call without a program has no key"
+        offsets = operands.optional.offsets
+        keep_pass(key, sequences, program, offsets, self.builder.read_by_masks(operands), built.returning(count, packed=program.packed))
 
     def _states(self, captures: Inputs, blocks: Tensor | None) -> Key | None:
         """`tensor_state` of the tensors whose values decide which tiles are visited; None if one has no version."""

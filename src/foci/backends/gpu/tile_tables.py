@@ -1,9 +1,9 @@
-"""Tile tables, host side: which tiles each task visits. They are cached until a value that they were built from may have changed."""
+"""Tile tables, host side: which tiles each task visits. `foci.weak_cache` has them until a value that they were built from may have
+changed."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foci import cache_check
 from foci.backends.contract import Inputs, Offsets
 from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.kernel_args import Size, Spans, Table, encode, table_config
@@ -27,12 +28,23 @@ from foci.backends.gpu.tile_table_kernels import ClassGrid, ListShape, TileGrid,
 from foci.backends.gpu.tiles import RECORD
 from foci.compat.torch import version_of
 from foci.problem import Operands
-from foci.weak_cache import WeakCache, tensor_state
+from foci.weak_cache import cache_derived, find_derived, tensor_state
 
 if TYPE_CHECKING:
     from foci.backends.gpu.passes import Pass, PassBuilder
 
-__all__ = ["ALL", "DENSE", "Sequences", "TileTable", "build_visits", "operand_sequences", "sequences_at"]
+__all__ = [
+    "ALL",
+    "DENSE",
+    "Sequences",
+    "TileTable",
+    "build_visits",
+    "find_sequences",
+    "offset_tensors",
+    "offsets_state",
+    "operand_sequences",
+    "sequences_at",
+]
 
 DENSE: Final = Spans(None, None, None, None, None, encode(0), encode(0))
 ALL: Final = Table(None, None, encode(0), encode(0), encode(0))
@@ -57,13 +69,12 @@ class TileTable:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Starts and lengths of packed sequences, and caches that are valid as long as these do not change.
+    """Starts and lengths of packed sequences. What is computed from them is cached as long as this object lives.
 
     Attributes:
         q_start, q_length, kv_start, kv_length: int32 [sequences] on the device; None when dense.
-        stays: False if the offsets may change unseen, so that nothing is cached with them.
-        tables: task records by (tile, streamed tile or 0, number of records, whether tasks are tiles of queries), see `assign_tasks`.
-        classes, visits, launch_lists: caches of tile classes, of `build_visits`, and of launch lists.
+        stays: False if the offsets may change unseen, so that only the pass at hand may use what is computed from them.
+        task_records: by (tile, streamed tile or 0, number of records, whether tasks are tiles of queries), see `_assigned`.
     """
 
     q_start: Tensor | None = None
@@ -71,17 +82,14 @@ class Sequences:
     kv_start: Tensor | None = None
     kv_length: Tensor | None = None
     stays: bool = True
-    tables: dict[tuple[int, int, int, bool], Tensor] = field(default_factory=dict)
-    classes: WeakCache[Tensor] = field(default_factory=lambda: WeakCache(32))
-    visits: WeakCache[TileTable] = field(default_factory=lambda: WeakCache(32))
-    launch_lists: WeakCache[LaunchList] = field(default_factory=lambda: WeakCache(256))
+    task_records: dict[tuple[int, int, int, bool], Tensor] = field(default_factory=dict, init=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Starts and lengths."""
         return self.q_start, self.q_length, self.kv_start, self.kv_length
 
-    @functools.cached_property
+    @property
     def form(self) -> tuple[object, ...]:
         """Return what a launch list depends on besides starts and lengths: the number of sequences, and which of the tensors are the
         same."""
@@ -98,31 +106,47 @@ def operand_sequences(operands: Operands) -> Sequences:
 def sequences_at(query: Tensor, offsets: Offsets | None, free: int | None = None) -> Sequences:
     """Starts and lengths of packed sequences, without synchronisation. Cached for as long as the offsets live and do not change.
 
-    The layers of a model, and their backward passes, have the same offsets, so they share the `Sequences` and its caches. `free`: the
-    result of `free_stream`, if the caller has it.
+    The layers of a model, and their backward passes, have the same offsets, so they share the `Sequences` and what is computed from them.
+    `free`: the result of `free_stream`, if the caller has it.
     """
     if offsets is None:
         return _DENSE_SEQUENCES
+    stream = current_stream(query) if free is None else free
+    is_stable = free is not None or not is_for_graphs(query)
+    return find_sequences(offsets, offsets_state(offsets) if is_stable else None, stream)
+
+
+def find_sequences(offsets: Offsets, state: tuple[object, ...] | None, stream: int) -> Sequences:
+    """Starts and lengths, cached by the state of the offsets unless it is None."""
+    if state is None:
+        return _sequences(offsets, stays=False)
+    key = (stream, state)
+    sequences: Sequences | None = find_derived("sequences", key)
+    if sequences is None:
+        sequences = _sequences(offsets, stays=True)
+        cache_derived("sequences", key, offset_tensors(offsets), sequences)
+    elif cache_check.ENABLED:
+        cache_check.compare_tensors("the cache of sequences", sequences.tensors, _sequences(offsets, stays=True).tensors)
+    return sequences
+
+
+def offsets_state(offsets: Offsets) -> tuple[object, ...] | None:
+    """`tensor_state` of offsets; None if one of them may change without a new version."""
     cu_q, cu_kv, q_lengths, kv_lengths = offsets
     assert cu_q is not None
-    is_one = cu_kv is cu_q and q_lengths is None and kv_lengths is None  # most often, and each call asks
-    read = (cu_q,) if is_one else tuple([t for t in offsets if t is not None])
-    if free is None:
-        changes = _changes_unseen(query, read)
-    else:
-        changes = cu_q.is_inference() if is_one else any(t.is_inference() for t in read)
-    if changes:
-        return _sequences(offsets, stays=False)
-    stream = current_stream(query) if free is None else free
-    key = (stream, id(cu_q), version_of(cu_q)) if is_one else (stream, *[None if t is None else (id(t), version_of(t)) for t in offsets])
-    entry = _sequence_cache.get(key)
-    if entry is not None and (entry[0][0]() is cu_q if is_one else all(ref() is t for ref, t in zip(entry[0], read, strict=True))):
-        return entry[1]
-    sequences = _sequences(offsets, stays=True)
-    _sequence_cache[key] = tuple(map(weakref.ref, read)), sequences
-    if len(_sequence_cache) > _SETS:
-        _sequence_cache.popitem(last=False)
-    return sequences
+    if cu_kv is cu_q and q_lengths is None and kv_lengths is None:  # the usual case, which each call checks
+        return None if cu_q.is_inference() else (id(cu_q), version_of(cu_q), cu_q.data_ptr())
+    if any(t is not None and t.is_inference() for t in offsets):
+        return None
+    return tuple([None if t is None else tensor_state(t) for t in offsets])
+
+
+def offset_tensors(offsets: Offsets) -> tuple[Tensor, ...]:
+    """The tensors of offsets; one where queries and keys have the same."""
+    cu_q, cu_kv, q_lengths, kv_lengths = offsets
+    if cu_q is not None and cu_kv is cu_q and q_lengths is None and kv_lengths is None:
+        return (cu_q,)
+    return tuple([t for t in offsets if t is not None])
 
 
 def _sequences(offsets: Offsets, *, stays: bool) -> Sequences:
@@ -155,18 +179,37 @@ def _repeated(what: tuple[object, ...], inputs: Inputs, tokens: Tokens, way: Cal
     assert first is not None
     stream, places = free_stream(first), tensor_addresses(inputs)
     key = (*what, first.device, stream, *[(place or 0) & 15 == 0 for place in places])  # compiled for each one's
-    known = None if stream is None else _launch_list_cache.find((key, tokens))
-    if known is None and stream is not None and (template := _template_cache.find(key)) is not None:
-        known = template.as_built(tokens)
-        _launch_list_cache.add((key, tokens), (), known)
-    if known is not None:
-        return known.run(inputs, places)
+    cached: _TableLaunches | None = None if stream is None else find_derived("table launches", key)
+    if cached is not None:
+        return cached.bound(tokens).run(inputs, places)
     launches = LaunchBuilder(inputs, stream)
     outputs = way(launches)
     launches.finish(tokens)
     built = launches.built
-    _template_cache.add(key, (), None if built is None else built.template)
+    cache_derived("table launches", key, (), None if built is None else _TableLaunches(built.template))
     return outputs
+
+
+class _TableLaunches:
+    """Launches of `_repeated`, bound to the last numbers of tokens."""
+
+    __slots__ = ("_bound", "_template")
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._bound: OrderedDict[Tokens, LaunchList] = OrderedDict()
+
+    def bound(self, tokens: Tokens) -> LaunchList:
+        """The launches for a number of tokens."""
+        launch_list = self._bound.get(tokens)
+        if launch_list is None:
+            launch_list = self._bound[tokens] = self._template.as_built(tokens)
+            if len(self._bound) > _TOKEN_COUNTS:
+                self._bound.popitem(last=False)
+        return launch_list
+
+
+_TOKEN_COUNTS: Final = 64
 
 
 def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
@@ -174,14 +217,8 @@ def _changes_unseen(query: Tensor, read: Sequence[Tensor]) -> bool:
     return is_for_graphs(query) or any(t.is_inference() for t in read)
 
 
-_DENSE_SEQUENCES: Final = Sequences(visits=WeakCache(256), launch_lists=WeakCache(1024))
+_DENSE_SEQUENCES: Final = Sequences()
 """The `Sequences` of every dense call."""
-_sequence_cache: OrderedDict[tuple[object, ...], tuple[tuple[weakref.ref[Tensor], ...], Sequences]] = OrderedDict()
-_SETS: Final = 8
-_template_cache: Final[WeakCache[Template]] = WeakCache(256)
-"""Launch lists of `_repeated`, for any number of tokens."""
-_launch_list_cache: Final[WeakCache[LaunchList]] = WeakCache(256)
-"""The same, bound to a number of tokens."""
 
 
 def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> TileTable:
@@ -195,18 +232,20 @@ def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str
     is_unkept = operands.blocks is not None and operands.program is None  # compiled code computes a new block mask at each call
     if not call.sequences.stays or is_unkept or _changes_unseen(operands.query, read):
         return _make(builder, call, schedule, side, None)
-    query, key = operands.query, operands.key
+    if cache_check.ENABLED and operands.program is None:  # results of cached launches are compared with this call's
+        return _make(builder, call, schedule, side, None)
+    query, key, sequences = operands.query, operands.key, () if operands.cu_q is None else (call.sequences,)
     what = (
-        builder.variant.mask, query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
+        builder.variant.mask, *map(id, sequences), query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
         operands.floats, query.device, current_stream(query), *map(tensor_state, read), block_size, int(call.rows), int(call.columns),
     )  # fmt: skip
     known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
-    table = call.sequences.visits.find(known)
+    table: TileTable | None = find_derived("tile tables", known)
     if table is None and call.launches.is_ahead:
         return _make(builder, call, schedule, side, None)
     if table is None:
         table = _make(builder, call, schedule, side, what)
-        after_launches(functools.partial(call.sequences.visits.add, known, read, table))
+        after_launches(functools.partial(cache_derived, "tile tables", known, (*sequences, *read), table))
     return table
 
 
@@ -256,16 +295,16 @@ def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known
     launches = call.launches.another(operands.captures, free_stream(operands.query))
     launches.keep((tasks.spans.tasks, *call.sequences.tensors), tasks.with_places)
     grid = _grid(call, schedule, tasks)
-    classes = None
+    classes: Tensor | None = None
     if known is not None and operands.cu_q is None:
         # forward and backward, and the tables of both sides, share the classes
         known = (*known, grid.grain)
-        classes = call.sequences.classes.find(known)
+        classes = find_derived("tile classes", known)
     if classes is None:
         classes = _classify(builder, call, schedule, tasks, grid, launches)
         if known is not None and operands.cu_q is None:
             read = builder.read_by_masks(operands)
-            after_launches(functools.partial(call.sequences.classes.add, known, read, classes))
+            after_launches(functools.partial(cache_derived, "tile classes", known, read, classes))
     table = _list(call, tasks, grid, classes, visits, launches)
     if launches is not call.launches:
         launches.finish((call.rows, call.columns))
@@ -310,10 +349,10 @@ def _tasks(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> _
 def _assigned(
     sequences: Sequences, tile: int, count: int, *, is_by_query: bool, other: int = 0, launches: LaunchBuilder | None = None
 ) -> Tensor:
-    """Task records of `count` tiles of queries, or of keys, cached with the sequences. They are sorted by work if `other`, the rows of a
-    streamed tile, is not 0; else by length. `launches`: of the pass, in case it only compiles ahead."""
+    """Task records of `count` tiles of queries, or of keys, cached as long as the sequences live. They are sorted by work if `other`, the
+    rows of a streamed tile, is not 0; else by length. `launches`: of the pass, in case it only compiles ahead."""
     known = (tile, other, count, is_by_query)
-    table = sequences.tables.get(known)
+    table = sequences.task_records.get(known)
     if table is not None:
         return table
     lengths = (sequences.q_length, sequences.kv_length)
@@ -333,7 +372,7 @@ def _assigned(
     if launches is not None and launches.is_ahead:
         return assign(launches)[0]
     (table,) = _repeated(("tasks", tile, other, is_by_query, *sequences.form), sequences.tensors, (count, 0), assign)
-    sequences.tables[known] = table
+    sequences.task_records[known] = table
     return table
 
 
