@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
 from foci.backends.hopper.bwd_dk_dv import KeySources
-from foci.backends.hopper.bwd_task_queue import allocate_task_queue, has_task, pop_task, push_end, push_task
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
     SHARE_LINE,
@@ -56,7 +55,15 @@ from foci.backends.hopper.masking import add_affine_columns, fill_unset_bits, lo
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
 from foci.backends.hopper.softmax import round_weights
-from foci.backends.hopper.task_queue import broadcast_ticket, fetch_ticket
+from foci.backends.hopper.task_queue import (
+    allocate_queue,
+    broadcast_ticket,
+    fetch_ticket,
+    has_task,
+    pop_key_task,
+    push_key_task,
+    push_last,
+)
 
 ROWS = gl.constexpr(64)
 
@@ -140,7 +147,7 @@ def fused_producer(sources, smem, queue, order, params, pitch, c):
             span = sequence_span(task, spans, size, c)
             q_start, q_len, kv_start, kv_len = span
             runs = find_query_runs(table, order.ranks, task, task.h * group, q_len, kv_len, c)
-            push_task(queue, tasks, task, runs)
+            push_key_task(queue, tasks, task, runs)
             count = count_query_tiles(runs) * group
             if count == 0:
                 load_keys(sources, smem, task, span, tasks, c)
@@ -164,7 +171,7 @@ def fused_producer(sources, smem, queue, order, params, pitch, c):
             before += count
             tasks += 1
         ticket = tickets if c.ROUND else broadcast_ticket(fetch_ticket(order.turns, False))
-    push_end(queue, tasks)
+    push_last(queue, tasks)
 
 
 @gluon.jit
@@ -279,7 +286,7 @@ def fused_consumer(half: gl.constexpr, smem, outputs, queue, params, c, function
     tasks = 0
     before = 0
     while has_task(queue, tasks, 4):
-        before = accumulate_task(half, smem, outputs, pop_task(queue, tasks, c, 4), tasks, before, params, c, functions, bounds)
+        before = accumulate_task(half, smem, outputs, pop_key_task(queue, tasks, c, 4), tasks, before, params, c, functions, bounds)
         tasks += 1
     tma.store_wait(0)
 
@@ -372,7 +379,7 @@ def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_
     kv_empty = make_barriers(1, 2).index(0)
     bars = (kv_full, kv_empty, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), make_barriers(2, 2))
     smem = FusedSmem(k_tiles, v_tiles, q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares, *bars, share_full, share_empty)
-    queue = allocate_task_queue()
+    queue = allocate_queue()
     fence_async_shared()
     sources = KeySources(q, do, lse, delta, k, v)
     share_bars = (share_full, share_empty)
