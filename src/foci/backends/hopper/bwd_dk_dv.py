@@ -14,50 +14,26 @@ warpgroup accumulates over all queries and all query heads that share its keys: 
 
 from typing import Any, NamedTuple
 
-from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_runs, tile_start
-from foci.backends.hopper.bwd_dq_from_ds import ROWS, DsStore, ds_layouts, find_chunk_task, store_ds
-from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, row_line, scale_dscore
-from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma_wait
+from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_start
+from foci.backends.hopper.bwd_dq_from_ds import DsStore, ds_layouts, find_chunk_task, store_ds
+from foci.backends.hopper.bwd_producer import PairPlace, PairSmem, PairSources, StationaryPair, load_stationary, make_ring, stream_run
+from foci.backends.hopper.bwd_tile_math import (
+    begin_s_dp,
+    column_idx,
+    find_backward_task,
+    recompute_weights,
+    row_idx,
+    row_line,
+    scale_dscore,
+    split_runs,
+)
+from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
 from foci.backends.hopper.kernel_args import Position, Task, VisitRun
 from foci.backends.hopper.layouts import mma_layout, smem_layout
-from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
+from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
+from foci.backends.hopper.smem import allocate_tiles, make_barriers, opaque_value, store_pieces, tile_pieces
 
-
-class KeySources(NamedTuple):
-    """Descriptors that the producer loads from."""
-
-    q: Any
-    do: Any
-    lse: Any
-    delta: Any
-    k: Any
-    v: Any
-
-
-class KeySmem(NamedTuple):
-    """Shared memory: keys and values of both warpgroups, STAGES tiles of queries, and barriers."""
-
-    k_tiles: Any
-    v_tiles: Any
-    q_tiles: Any
-    do_tiles: Any
-    lse_rows: Any
-    delta_rows: Any
-    kv_full: Any
-    q_full: Any  # barriers of each stage
-    do_full: Any
-    empty: Any
-
-
-class QueryHead(NamedTuple):
-    """A head whose queries are loaded."""
-
-    h: Any
-    memory_b: Any
-    line: Any  # `bwd_tile_math.row_line`
-    q_start: Any
-    q_len: Any
+ROWS = gl.constexpr(64)
 
 
 class KeyContext(NamedTuple):
@@ -74,8 +50,10 @@ class KeyContext(NamedTuple):
 
 @gluon.jit
 def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
-    """Query tiles that a key tile visits: (full run, masked run)."""
-    row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
+    """`split_runs` of the query tiles that a key tile visits."""
+    full_run, masked_run = split_runs(table, b, h, task, q_len, c, c.TILE_Q)
+    row, full_first, none, unused, full = full_run
+    row, part_first, before, gap, part = masked_run
     if first + c.TILE_KV > kv_len:
         # the key tile overhangs the keys: mask every query tile
         part_first = part_first if c.MODE == "ranges" else full_first
@@ -86,49 +64,28 @@ def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
 
 
 @gluon.jit
-def load_query_runs(sources, smem, head, run, n, table, c, KEY: gl.constexpr):
-    """Producer: load the query tiles of one run of one head, each into the next stage. Returns the number of tiles loaded so far."""
-    for i in range(0, run.count):
-        here = tile_start(nth_visited(table, run.row, i, run.first, run.before, run.gap, c), c, c.TILE_Q)
-        stage = n % c.STAGES
-        mbarrier.wait(smem.empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-        ready = smem.q_full.index(stage)
-        mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-        q_tile = tile_pieces(smem.q_tiles, stage)
-        load_pieces(sources.q, head.memory_b, head.h, here, head.q_start, head.q_len, ready, q_tile, c.JAGGED)
-        tma_load(sources.lse, [head.line + here], ready, smem.lse_rows.index(stage))
-        ready = smem.do_full.index(stage)
-        mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + (4 if KEY else 0)))
-        do_tile = tile_pieces(smem.do_tiles, stage)
-        load_pieces(sources.do, head.memory_b, head.h, here, head.q_start, head.q_len, ready, do_tile, c.JAGGED)
-        if KEY:
-            tma_load(sources.delta, [head.line + here], ready, smem.delta_rows.index(stage))
-        n += 1
-    return n
+def key_producer(key_sources, query_sources, smem, task, params, pitch, c):
+    """Producer warp: K and V once, then q and do of each query head that shares them."""
+    b, memory_b, kv_h, tile, index = task
+    q_start, q_len, kv_start, kv_len = sequence_at(params.spans, params.size, b, index, c)
+    load_stationary(key_sources, smem.pair, PairPlace(memory_b, kv_h, kv_start, kv_len, None), tile * c.TILE_KV, c)
+    stream_queries(query_sources, smem.ring, task, (q_start, q_len, kv_len), params, pitch, c)
 
 
 @gluon.jit
-def key_producer(sources, smem, task, params, pitch, c, KEY: gl.constexpr):
-    """One warp: keys and values once, then the queries of each head that shares them."""
-    kv_full, table = smem.kv_full, params.table
+def stream_queries(sources, ring, task, span, params, pitch, c):
+    """Load q and do of each query head that shares the keys, tile by tile. `span`: (first query, queries, keys) of the sequence."""
     b, memory_b, kv_h, tile, index = task
-    q_start, q_len, kv_start, kv_len = sequence_at(params.spans, params.size, b, index, c)
-    first = tile * c.TILE_KV
-    mbarrier.expect(kv_full, c.TILE_KV * 2 * (c.D_PAD + (c.DV_PAD if KEY else 0)))
-    for half in gl.static_range(2):
-        half_first = first + half * (c.TILE_KV // 2)
-        load_pieces(sources.k, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(smem.k_tiles, half), c.JAGGED)
-        if KEY:
-            load_pieces(sources.v, memory_b, kv_h, half_first, kv_start, kv_len, kv_full, tile_pieces(smem.v_tiles, half), c.JAGGED)
+    q_start, q_len, kv_len = span
     n = 0
     group = decode(params.size.group)
     for member in range(0, group):
         h = kv_h * group + member
         line = row_line(b, memory_b, h, decode(params.size.heads) * group, q_start, pitch, c)
-        full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
-        head = QueryHead(h, memory_b, line, q_start, q_len)
-        n = load_query_runs(sources, smem, head, full_run, n, table, c, KEY)
-        n = load_query_runs(sources, smem, head, masked_run, n, table, c, KEY)
+        full_run, masked_run = split_query_runs(params.table, b, h, index, tile * c.TILE_KV, q_len, kv_len, c)
+        queries = PairPlace(memory_b, h, q_start, q_len, line)
+        n = stream_run(sources, ring, queries, full_run, n, params.table, c)
+        n = stream_run(sources, ring, queries, masked_run, n, params.table, c)
 
 
 @gluon.jit
@@ -139,29 +96,24 @@ def accumulate_dk_dv(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
     dk, dv = sums
     KEY: gl.constexpr = len(dk) > 0
     VALUE: gl.constexpr = len(dv) > 0
+    ring = smem.ring
     b, h, kv_idx, q_len, kv_len, aux, ds_target = key_ctx
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     # wide accumulators leave few registers: round P for dV only after dS, when its float32 values are no longer needed
     LATE: gl.constexpr = KEY and VALUE and c.D_PAD + c.DV_PAD > 256
-    zero = gl.zeros([c.TILE_KV // 2, c.TILE_Q], gl.float32, S)
     for i in range(0, run.count):
         tile = nth_visited(params.table, run.row, i, run.first, run.before, run.gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        # recompute the addresses of K and V for each tile: hoisted, they would take registers through the loop
         opaque = opaque_value(0)
-        queries = tile_pieces(smem.q_tiles, stage)
-        douts = tile_pieces(smem.do_tiles, stage)
+        queries = tile_pieces(ring.qk_tiles, stage)
+        douts = tile_pieces(ring.do_v_tiles, stage)
         # S^T = K Q^T and dP^T = V dO^T, both asynchronous
-        mbarrier.wait(smem.q_full.index(stage), phase)
-        s = begin_scores(tile_pieces(smem.k_tiles, half + opaque), queries, zero, False)
-        mbarrier.wait(smem.do_full.index(stage), phase)
-        if KEY:
-            dp = begin_scores(tile_pieces(smem.v_tiles, half + opaque), douts, zero, False)
+        s, dp = begin_s_dp(smem.pair, half, opaque, ring, queries, stage, phase, KEY)
         s = warpgroup_mma_wait(len(douts) if KEY else 0, deps=[s])
         # P^T = exp2(S^T - lse), masked, and the derivative of the score function
-        q_idx = tile_start(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
-        lse2 = gl.expand_dims(smem.lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        q_idx = column_idx(tile_start(tile, c, c.TILE_Q), c.TILE_Q)
+        lse2 = gl.expand_dims(ring.lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         position = Position(b, h, q_idx, kv_idx, q_len, kv_len, tile, aux)
         p, slope = recompute_weights(s, lse2, position, params, c, functions, MASK, MASKED)
         dscore_scaled = scale_dscore(p, slope, c, MASKED)
@@ -171,7 +123,7 @@ def accumulate_dk_dv(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
         if KEY:
             # dS^T = P^T * slope * (dP^T - delta)
             dp = warpgroup_mma_wait(len(douts) if VALUE and not LATE else 0, deps=[dp])
-            delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            delta = gl.expand_dims(ring.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
             ds = (dscore_scaled * (dp - delta)).to(queries[0].dtype)
             if LATE:
                 dv = begin_pv(p.to(douts[0].dtype), douts, dv)
@@ -183,47 +135,44 @@ def accumulate_dk_dv(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
         dk, dv = grads[: len(dk)], grads[len(dk) :]
         if len(ds_target) == 0:
             fence_async_shared()
-        mbarrier.arrive(smem.empty.index(stage), count=1)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
 
 @gluon.jit
-def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, functions, KEY: gl.constexpr, VALUE: gl.constexpr):
-    """One warpgroup: dk and dv of 64 keys, summed over the query heads that share them."""
-    S: gl.constexpr = mma_layout(c.TILE_Q)
-    ROWS: gl.constexpr = c.TILE_KV // 2
+def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, functions):
+    """One warpgroup: dk and dv of 64 keys, or one of them, summed over the query heads that share them."""
     size, table, scale, env = params.size, params.table, params.scale, params.env
     dk_out, dv_out = outputs
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(params.spans, size, b, index, c)
     first = tile * c.TILE_KV
     half_first = first + half * ROWS
-    kv_idx = half_first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
+    kv_idx = row_idx(half_first, c.TILE_Q)
     dk = ()
     dv = ()
-    if KEY:
+    if dk_out is not None:
         dk = zero_accumulators(ROWS, c.D_PAD)
-    if VALUE:
+    if dv_out is not None:
         dv = zero_accumulators(ROWS, c.DV_PAD)
-    mbarrier.wait(smem.kv_full, 0)
+    mbarrier.wait(smem.pair.full, 0)
     n = 0
     group = decode(size.group)
     for member in range(0, group):
         h = kv_h * group + member
-        here = ds_layouts(ds_store, member, group, half_first, c)
+        ds_target = ds_layouts(ds_store, member, group, half_first, c)
         full_run, masked_run = split_query_runs(table, b, h, index, first, q_len, kv_len, c)
         aux = functions.pre(b, h, gl.minimum(kv_idx, kv_len - 1), q_len, kv_len, scale, env)
-        key_ctx = KeyContext(b, h, kv_idx, q_len, kv_len, aux, here)
+        key_ctx = KeyContext(b, h, kv_idx, q_len, kv_len, aux, ds_target)
         dk, dv, n = accumulate_dk_dv((dk, dv), n, smem, key_ctx, full_run, params, c, half, functions, False)
         dk, dv, n = accumulate_dk_dv((dk, dv), n, smem, key_ctx, masked_run, params, c, half, functions, True)
     # stage dk and dv in the K and V tiles: only this warpgroup reads its half of them, and it is done
-    if KEY:
-        store_pieces(
-            dk_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(smem.k_tiles, half), scale_accumulators(dk, scale), c.JAGGED
-        )
-    if VALUE:
-        store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(smem.v_tiles, half), dv, c.JAGGED)
+    if dk_out is not None:
+        k_tile = tile_pieces(smem.pair.qk_tiles, half)
+        store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, k_tile, scale_accumulators(dk, scale), c.JAGGED)
+    if dv_out is not None:
+        store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(smem.pair.do_v_tiles, half), dv, c.JAGGED)
     tma.store_wait(0)
 
 
@@ -243,28 +192,28 @@ def attention_key_gradient(
     if c.JAGGED and task.b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
-    k_tiles = allocate_tiles(DTYPE, 2, c.TILE_KV // 2, c.D_PAD)
+    k_tiles = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
     v_tiles = k_tiles
     if KEY or c.DV_PAD != c.D_PAD:
-        v_tiles = allocate_tiles(DTYPE, 2, c.TILE_KV // 2, c.DV_PAD)
+        v_tiles = allocate_tiles(DTYPE, 2, ROWS, c.DV_PAD)
     q_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_Q, c.D_PAD)
     do_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_Q, c.DV_PAD)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
-    kv_full = make_barriers(1, 1).index(0)
-    bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
-    smem = KeySmem(k_tiles, v_tiles, q_tiles, do_tiles, lse_rows, delta_rows, kv_full, *bars)
+    pair = StationaryPair(k_tiles, v_tiles, make_barriers(1, 1).index(0))
+    smem = PairSmem(pair, make_ring(q_tiles, do_tiles, lse_rows, delta_rows, c))
     ds_store = ()
     if ds_scratch is not None:
         staged = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
         ds_store = DsStore(ds_scratch, staged, chunk, number)
     fence_async_shared()
-    sources = KeySources(q, do, lse, delta, k, v)
+    key_sources = PairSources(k, v if KEY else None, None, None)
+    query_sources = PairSources(q, do, lse, delta if KEY else None)
     gl.warp_specialize(
         [
-            (key_consumer, (0, smem, (dk, dv), ds_store, task, call_params, c, functions, KEY, VALUE)),
-            (key_consumer, (1, smem, (dk, dv), ds_store, task, call_params, c, functions, KEY, VALUE)),
-            (key_producer, (sources, smem, task, call_params, pitch, c, KEY)),
+            (key_consumer, (0, smem, (dk, dv), ds_store, task, call_params, c, functions)),
+            (key_consumer, (1, smem, (dk, dv), ds_store, task, call_params, c, functions)),
+            (key_producer, (key_sources, query_sources, smem, task, call_params, pitch, c)),
         ],
         [4, 1],
         [240, 24],

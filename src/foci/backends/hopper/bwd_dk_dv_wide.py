@@ -8,9 +8,10 @@ take four products; a kernel for each would take five and load q and do twice.
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_start
-from foci.backends.hopper.bwd_dk_dv import KeyContext, KeySources, QueryHead, load_query_runs, split_query_runs
+from foci.backends.hopper.bwd_dk_dv import KeyContext, split_query_runs, stream_queries
 from foci.backends.hopper.bwd_dq_from_ds import DsStore, begin_store_ds, ds_layouts, find_chunk_task, store_ds
-from foci.backends.hopper.bwd_tile_math import find_backward_task, recompute_weights, row_line, scale_dscore
+from foci.backends.hopper.bwd_producer import PairSources, make_ring
+from foci.backends.hopper.bwd_tile_math import column_idx, find_backward_task, recompute_weights, row_idx, scale_dscore
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, view_smem, warpgroup_mma_wait
 from foci.backends.hopper.kernel_args import Position, Task
 from foci.backends.hopper.layouts import mma_layout, operand_layout, smem_layout
@@ -21,19 +22,13 @@ ROWS = gl.constexpr(64)
 
 
 class SplitSmem(NamedTuple):
-    """Shared memory: the tiles of keys and of values, STAGES tiles of queries, weights that one warpgroup passes on, and barriers."""
+    """Shared memory and barriers."""
 
     k: Any
     v: Any
-    q_tiles: Any
-    do_tiles: Any
-    lse_rows: Any
-    delta_rows: Any
-    p_smem: Any
     kv_full: Any
-    q_full: Any  # barriers of each stage
-    do_full: Any
-    empty: Any
+    ring: Any  # queries
+    p_smem: Any
     p_full: Any  # of each tile of weights
     p_empty: Any
     done: Any  # of both warpgroups, after their last product
@@ -76,23 +71,15 @@ def store_ds_in_place(ds_target, smem, n, query, values):
 
 
 @gluon.jit
-def split_producer(sources, smem, task, params, pitch, c):
+def split_producer(key_sources, query_sources, smem, task, params, pitch, c):
     """Producer warp: K and V once, then q and do of each query head that shares them."""
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(params.spans, params.size, b, index, c)
     first = tile * ROWS
     mbarrier.expect(smem.kv_full, ROWS * 2 * (c.D_PAD + c.DV_PAD))
-    load_pieces(sources.k, memory_b, kv_h, first, kv_start, kv_len, smem.kv_full, smem.k, c.JAGGED)
-    load_pieces(sources.v, memory_b, kv_h, first, kv_start, kv_len, smem.kv_full, smem.v, c.JAGGED)
-    n = 0
-    group = decode(params.size.group)
-    for member in range(0, group):
-        h = kv_h * group + member
-        line = row_line(b, memory_b, h, decode(params.size.heads) * group, q_start, pitch, c)
-        full_run, masked_run = split_query_runs(params.table, b, h, index, first, q_len, kv_len, c)
-        head = QueryHead(h, memory_b, line, q_start, q_len)
-        n = load_query_runs(sources, smem, head, full_run, n, params.table, c, True)
-        n = load_query_runs(sources, smem, head, masked_run, n, params.table, c, True)
+    load_pieces(key_sources.qk, memory_b, kv_h, first, kv_start, kv_len, smem.kv_full, smem.k, c.JAGGED)
+    load_pieces(key_sources.do_v, memory_b, kv_h, first, kv_start, kv_len, smem.kv_full, smem.v, c.JAGGED)
+    stream_queries(query_sources, smem.ring, task, (q_start, q_len, kv_len), params, pitch, c)
 
 
 @gluon.jit
@@ -106,22 +93,22 @@ def accumulate_dv(dv, k, n, smem, key_ctx, run, params, c, functions, MASKED: gl
         tile = nth_visited(params.table, run.row, i, run.first, run.before, run.gap, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        douts = tile_pieces(smem.do_tiles, stage)
+        douts = tile_pieces(smem.ring.do_v_tiles, stage)
         # S^T = K Q^T
-        mbarrier.wait(smem.q_full.index(stage), phase)
-        s = begin_scores(k, tile_pieces(smem.q_tiles, stage), zero, False)
+        mbarrier.wait(smem.ring.qk_full.index(stage), phase)
+        s = begin_scores(k, tile_pieces(smem.ring.qk_tiles, stage), zero, False)
         s = warpgroup_mma_wait(0, deps=[s])
         # P^T = exp2(S^T - lse), masked
-        q_idx = tile_start(tile, c, c.TILE_Q) + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
-        lse2 = gl.expand_dims(smem.lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        q_idx = column_idx(tile_start(tile, c, c.TILE_Q), c.TILE_Q)
+        lse2 = gl.expand_dims(smem.ring.lse_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         position = Position(b, h, q_idx, kv_idx, q_len, kv_len, tile, aux)
         p, slope = recompute_weights(s, lse2, position, params, c, functions, MASK, MASKED)
         send_weights(smem, scale_dscore(p, slope, c, MASKED), n)
         # dV += P^T dO
-        mbarrier.wait(smem.do_full.index(stage), phase)
+        mbarrier.wait(smem.ring.do_v_full.index(stage), phase)
         dv = wait_accumulators(begin_pv(p.to(douts[0].dtype), douts, dv))
         fence_async_shared()
-        mbarrier.arrive(smem.empty.index(stage), count=1)
+        mbarrier.arrive(smem.ring.empty.index(stage), count=1)
         n += 1
     return dv, n
 
@@ -139,17 +126,17 @@ def accumulate_dk(dk, v, n, smem, ds_target, run, table, c):
     for i in range(0, run.count):
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
-        queries = tile_pieces(smem.q_tiles, stage)
+        queries = tile_pieces(smem.ring.qk_tiles, stage)
         # dP^T = V dO^T
-        mbarrier.wait(smem.do_full.index(stage), phase)
-        dp = begin_scores(v, tile_pieces(smem.do_tiles, stage), zero, False)
+        mbarrier.wait(smem.ring.do_v_full.index(stage), phase)
+        dp = begin_scores(v, tile_pieces(smem.ring.do_v_tiles, stage), zero, False)
         p = receive_weights(smem, n, len(ds_target) == 0 or not IN_PLACE)
-        delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+        delta = gl.expand_dims(smem.ring.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         # dS^T = P^T * slope * (dP^T - delta)
         ds = (p * (dp - delta)).to(queries[0].dtype)
         # dK += dS^T Q
-        mbarrier.wait(smem.q_full.index(stage), phase)
+        mbarrier.wait(smem.ring.qk_full.index(stage), phase)
         dk = begin_pv(ds, queries, dk)
         if len(ds_target) > 0:
             query = tile_start(nth_visited(table, run.row, i, run.first, run.before, run.gap, c), c, c.TILE_Q)
@@ -160,7 +147,7 @@ def accumulate_dk(dk, v, n, smem, ds_target, run, table, c):
         dk = wait_accumulators(dk)
         if len(ds_target) == 0:
             fence_async_shared()
-        mbarrier.arrive(smem.empty.index(stage), count=1)
+        mbarrier.arrive(smem.ring.empty.index(stage), count=1)
         n += 1
     return dk, n
 
@@ -177,13 +164,12 @@ def load_registers(tile, c):
 @gluon.jit
 def split_consumer(VALUE: gl.constexpr, smem, out, ds_store, task, params, c, functions):
     """One warpgroup: dv (VALUE) or dk of 64 keys, summed over the query heads that share them."""
-    S: gl.constexpr = mma_layout(c.TILE_Q)
     WIDTH: gl.constexpr = c.DV_PAD if VALUE else c.D_PAD
     size, table, scale, env = params.size, params.table, params.scale, params.env
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(params.spans, size, b, index, c)
     first = tile * ROWS
-    kv_idx = first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
+    kv_idx = row_idx(first, c.TILE_Q)
     acc = zero_accumulators(ROWS, WIDTH)
     mbarrier.wait(smem.kv_full, 0)
     factor = smem.k if VALUE else smem.v
@@ -235,8 +221,8 @@ def attention_split_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch,
     p_empty = make_barriers(2, 1)
     done = make_barriers(1, 2).index(0)
     kv_full = make_barriers(1, 1).index(0)
-    bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
-    smem = SplitSmem(k_tile, v_tile, q_tiles, do_tiles, lse_rows, delta_rows, p_smem, kv_full, *bars, p_full, p_empty, done)
+    ring = make_ring(q_tiles, do_tiles, lse_rows, delta_rows, c)
+    smem = SplitSmem(k_tile, v_tile, kv_full, ring, p_smem, p_full, p_empty, done)
     ds_store = ()
     if ds_scratch is not None:
         # the widest heads stage dS in the buffers of P
@@ -245,12 +231,12 @@ def attention_split_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch,
             staged = gl.allocate_shared_memory(q.dtype, [2, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
         ds_store = DsStore(ds_scratch, staged, chunk, number)
     fence_async_shared()
-    sources = KeySources(q, do, lse, delta, k, v)
+    key_sources, query_sources = PairSources(k, v, None, None), PairSources(q, do, lse, delta)
     gl.warp_specialize(
         [
             (split_consumer, (True, smem, dv, (), task, call_params, c, functions)),
             (split_consumer, (False, smem, dk, ds_store, task, call_params, c, functions)),
-            (split_producer, (sources, smem, task, call_params, pitch, c)),
+            (split_producer, (key_sources, query_sources, smem, task, call_params, pitch, c)),
         ],
         [4, 1],
         [240, 24],

@@ -64,7 +64,7 @@ def accumulate_dq(dq, n, half: gl.constexpr, smem, query_ctx, run, params, c, fu
         phase = (n // c.STAGES) & 1
         keys = tile_pieces(smem.ring.qk_tiles, stage)
         # S = Q K^T and dP = dO V^T, both asynchronous
-        s, dp = begin_s_dp(smem.pair, half, 0, smem.ring, stage, phase)
+        s, dp = begin_s_dp(smem.pair, half, 0, smem.ring, keys, stage, phase)
         s = warpgroup_mma_wait(len(smem.ring.do_v_tiles), deps=[s])
         # P = exp2(S - lse), masked, and the derivative of the score function
         kv_idx = column_idx(tile_start(tile, c, c.TILE_KV), c.TILE_KV)

@@ -22,7 +22,6 @@ must not read memory for each pair of positions; with dropout they may only add 
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
-from foci.backends.hopper.bwd_dk_dv import KeySources
 from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
     SHARE_LINE,
@@ -66,6 +65,17 @@ from foci.backends.hopper.task_queue import (
 )
 
 ROWS = gl.constexpr(64)
+
+
+class FusedSources(NamedTuple):
+    """Descriptors that the producer loads from."""
+
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    k: Any
+    v: Any
 
 
 class FusedSmem(NamedTuple):
@@ -381,7 +391,7 @@ def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_
     smem = FusedSmem(k_tiles, v_tiles, q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares, *bars, share_full, share_empty)
     queue = allocate_queue()
     fence_async_shared()
-    sources = KeySources(q, do, lse, delta, k, v)
+    sources = FusedSources(q, do, lse, delta, k, v)
     share_bars = (share_full, share_empty)
     gl.warp_specialize(
         [

@@ -137,7 +137,7 @@ def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.c
         opaque = opaque_value(0)
         keys = tile_pieces(smem.ring.qk_tiles, stage)
         # S = Q K^T and dP = dO V^T, and dv or dk of the previous tile, all asynchronous
-        s, dp = begin_s_dp(smem.pair, half, opaque, smem.ring, stage, phase)
+        s, dp = begin_s_dp(smem.pair, half, opaque, smem.ring, keys, stage, phase)
         dkv = begin_dk_dv(smem, half, i - 1, opaque, c)
         s = warpgroup_mma_wait(len(keys) + 2 * len(dkv), deps=[s])
         # P = exp2(S - lse), masked

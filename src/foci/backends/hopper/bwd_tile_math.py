@@ -58,14 +58,14 @@ def load_row_values(row_values, head, row, q_len):
 
 
 @gluon.jit
-def begin_s_dp(pair, half, opaque, ring, stage, phase, HAS_DP: gl.constexpr = True):
+def begin_s_dp(pair, half, opaque, ring, qk, stage, phase, HAS_DP: gl.constexpr = True):
     """Begin S and dP of a warpgroup's stationary tiles and the streamed pair of a stage, each when its tile has arrived. Both are
     asynchronous. `opaque` is 0, or `smem.opaque_value(0)`, so that stationary addresses are recomputed for each tile: hoisted, they would
     take registers through the loop."""
     COLUMNS: gl.constexpr = ring.qk_tiles[0].shape[1]
     zero = gl.zeros([64, COLUMNS], gl.float32, mma_layout(COLUMNS))
     mbarrier.wait(ring.qk_full.index(stage), phase)
-    s = begin_scores(tile_pieces(pair.qk_tiles, half + opaque), tile_pieces(ring.qk_tiles, stage), zero, False)
+    s = begin_scores(tile_pieces(pair.qk_tiles, half + opaque), qk, zero, False)
     mbarrier.wait(ring.do_v_full.index(stage), phase)
     dp = zero
     if HAS_DP:
