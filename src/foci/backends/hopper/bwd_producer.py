@@ -82,8 +82,9 @@ def load_stationary(sources, pair, place, row, c):
 
 
 @gluon.jit
-def stream_pair(sources, ring, place, row, n, c):
-    """Load the n-th streamed pair, from `row` of its sequence on, once its stage is free."""
+def stream_pair(sources, ring, place, row, line_row, n, c):
+    """Load the n-th streamed pair, from `row` of its sequence on, once its stage is free. lse and delta begin at `place.line + line_row`:
+    `line_row` is `row`, or 0 where `place.line` includes it."""
     ROWS: gl.constexpr = ring.qk_tiles[0].shape[1]
     b, h, start, length, line = place
     stage = n % c.STAGES
@@ -92,12 +93,12 @@ def stream_pair(sources, ring, place, row, n, c):
     mbarrier.expect(full, ROWS * (c.D_PAD * 2 + (0 if sources.lse is None else 4)))
     load_pieces(sources.qk, b, h, row, start, length, full, tile_pieces(ring.qk_tiles, stage), c.JAGGED)
     if sources.lse is not None:
-        tma_load(sources.lse, [line + row], full, ring.lse_rows.index(stage))
+        tma_load(sources.lse, [line + line_row], full, ring.lse_rows.index(stage))
     full = ring.do_v_full.index(stage)
     mbarrier.expect(full, ROWS * (c.DV_PAD * 2 + (0 if sources.delta is None else 4)))
     load_pieces(sources.do_v, b, h, row, start, length, full, tile_pieces(ring.do_v_tiles, stage), c.JAGGED)
     if sources.delta is not None:
-        tma_load(sources.delta, [line + row], full, ring.delta_rows.index(stage))
+        tma_load(sources.delta, [line + line_row], full, ring.delta_rows.index(stage))
 
 
 @gluon.jit
@@ -106,6 +107,6 @@ def stream_run(sources, ring, place, run, n, table, c):
     ROWS: gl.constexpr = ring.qk_tiles[0].shape[1]
     for i in range(0, run.count):
         row = tile_start(nth_visited(table, run.row, i, run.first, run.before, run.gap, c), c, ROWS)
-        stream_pair(sources, ring, place, row, n, c)
+        stream_pair(sources, ring, place, row, row, n, c)
         n += 1
     return n

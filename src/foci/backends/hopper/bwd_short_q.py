@@ -92,7 +92,7 @@ def short_q_producer(query_sources, key_sources, smem, span, c):
     b, h, q_len, kv_len, first_tile, count = span
     load_stationary(query_sources, smem.pair, PairPlace(b, h, 0, q_len, None), 0, c)
     for i in range(0, count):
-        stream_pair(key_sources, smem.ring, PairPlace(b, h, 0, kv_len, None), (first_tile + i) * c.TILE_KV, i, c)
+        stream_pair(key_sources, smem.ring, PairPlace(b, h, 0, kv_len, None), (first_tile + i) * c.TILE_KV, 0, i, c)
 
 
 @gluon.jit
