@@ -73,7 +73,7 @@ def _read_tiles(table: dict[str, Any]) -> dict[int, TileShape]:
 
 _TABLE: Final = load_table(__file__, "backward.toml")
 DK_DV_WIDE_TILES: Final = TileShape(*_TABLE["bwd_dk_dv_wide"]["any"])
-"""Of `bwd_dk_dv_wide`, which splits dk and dv between two warpgroups."""
+"""Of `bwd_dk_dv` where one warpgroup accumulates dv and the other dk."""
 DQ_TILES: Final = _read_tiles(_TABLE["bwd_dq"])
 """By the wider of the padded head dims."""
 DK_DV_TILES: Final = _read_tiles(_TABLE["bwd_dk_dv"])
