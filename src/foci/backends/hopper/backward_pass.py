@@ -3,7 +3,7 @@
 Preparation, caches and gradients of captured tensors are those of `foci.backends.gpu`. One of four ways computes dq, dk and dv:
 
     fused       `bwd_dq_dk_dv`: one kernel, dq in float32 accumulators
-    by chunks   `bwd_dk_dv` stores dS of some heads at a time, `bwd_dq_from_ds` reads it
+    by chunks   `bwd_dk_dv` stores dS of some heads at a time, `bwd_dq` reads it
     short q     `bwd_short_q`: one program holds all queries of a head
     separate    `bwd_dq`, and `bwd_dk_dv`
 """
@@ -56,15 +56,15 @@ from foci.backends.hopper.backward_schedules import (
     split_short_q,
 )
 from foci.backends.hopper.bwd_dk_dv import attention_key_gradient
-from foci.backends.hopper.bwd_dq import attention_query_gradient
+from foci.backends.hopper.bwd_dq import attention_kept_gradient, attention_query_gradient
 from foci.backends.hopper.bwd_dq_dk_dv import FusedParams, attention_gradients
-from foci.backends.hopper.bwd_dq_from_ds import HeadChunk, attention_kept_gradient
 from foci.backends.hopper.bwd_preprocess import Counters, Heads, RowInputs, begin_gradients, finish_query_gradient, reduce_dq_partials
 from foci.backends.hopper.bwd_short_q import SplitKVPartials, attention_few_gradients
 from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.dq_order import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.dq_semaphore import SHARE_LINE, Order, slot_size
+from foci.backends.hopper.ds_scratch import HeadChunk
 from foci.backends.hopper.functions import KernelFunctions, build_functions
 from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
 from foci.backends.hopper.kernel_args import BackwardFunctions, BackwardParams
@@ -100,7 +100,7 @@ class _DqSums(NamedTuple):
 class _DsScratch(NamedTuple):
     """Memory for dS and how it is used."""
 
-    tiles: TileShape  # of `bwd_dq_from_ds`
+    tiles: TileShape  # of `bwd_dq`
     ds: Tensor  # the memory
     heads: int  # key heads at a time
 

@@ -6,7 +6,7 @@
     k, v, dk, dv                  TMA descriptors [B, Hkv, Skv, D or Dv] of 64 rows; dk or dv may be None
     lse, delta                    TMA descriptors, float32, one value per query: logsumexp in base 2, and sum(out * do) - dlse
     S^T, P^T, dP^T, dS^T          [64 keys, TILE_Q], in registers
-    ds_scratch                    None, or the memory that `bwd_dq_from_ds` reads dS^T from
+    ds_scratch                    None, or the memory that `bwd_dq` reads dS^T from
 
 Scores are transposed, keys as rows, so that P^T and dS^T are the left operands of dV += P^T dO and dK += dS^T Q straight from registers. A
 warpgroup accumulates over all queries and all query heads that share its keys: no atomics.
@@ -19,7 +19,6 @@ gradients take four products; a kernel for each would take five and load q and d
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_start
-from foci.backends.hopper.bwd_dq_from_ds import DsStore, begin_store_ds, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, load_stationary, make_ring, stream_run
 from foci.backends.hopper.bwd_tile_math import (
     begin_s_dp,
@@ -31,6 +30,7 @@ from foci.backends.hopper.bwd_tile_math import (
     scale_dscore,
     split_runs,
 )
+from foci.backends.hopper.ds_scratch import DsStore, begin_store_ds, ds_layouts, find_chunk_task, store_ds
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, view_smem, warpgroup_mma_wait
 from foci.backends.hopper.kernel_args import Position, Task, VisitRun
 from foci.backends.hopper.layouts import mma_layout, operand_layout, smem_layout
@@ -66,7 +66,7 @@ class KeyContext(NamedTuple):
     q_len: Any
     kv_len: Any
     aux: Any  # from the function `pre`
-    ds_target: Any  # from `bwd_dq_from_ds.ds_layouts`, empty if dS is not stored
+    ds_target: Any  # from `ds_scratch.ds_layouts`, empty if dS is not stored
 
 
 @gluon.jit
@@ -186,7 +186,7 @@ def receive_weights(handover, n, FREES: gl.constexpr):
 
 @gluon.jit
 def store_ds_in_place(ds_target, handover, n, query, values):
-    """Store dS as `bwd_dq_from_ds.store_ds` does, staged in the buffer of the n-th tile of weights, which is freed one tile later."""
+    """Store dS as `ds_scratch.store_ds` does, staged in the buffer of the n-th tile of weights, which is freed one tile later."""
     tma.store_wait(0)
     mbarrier.arrive(handover.p_empty.index((n + 1) % 2), count=1, pred=n > 0)
     tile = view_smem(handover.p_smem.index(n % 2), values.dtype, [2, ROWS, ROWS], smem_layout(ROWS, ROWS)).index(0)

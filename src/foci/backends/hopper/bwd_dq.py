@@ -1,11 +1,15 @@
 # mypy: ignore-errors
-"""dq of a tile of queries: two warpgroups of 64 queries each, and one producer warp that loads tiles of keys and values by TMA.
+"""dq of a tile of queries: two warpgroups of 64 queries each, and one producer warp that loads tiles of keys by TMA.
 
-B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.hopper.forward`
-q, do, dq                     TMA descriptors [B, Hq, Sq, D or Dv] of 64 rows; do is the gradient of out
-k, v                          TMA descriptors [B, Hkv, Skv, D or Dv] of TILE_KV rows
-lse, delta                    pointers [B, Hq, Sq] float32: logsumexp in base 2, and sum(out * do) - dlse
-S, P, dP, dS                  [64 queries, TILE_KV], in registers
+    B, Hq, Hkv, Sq, Skv, D, Dv    as in `foci.backends.hopper.forward`
+    q, do, dq                     TMA descriptors [B, Hq, Sq, D or Dv] of 64 rows; do is the gradient of out
+    k, v                          TMA descriptors [B, Hkv, Skv, D or Dv] of TILE_KV rows
+    lse, delta                    pointers [B, Hq, Sq] float32: logsumexp in base 2, and sum(out * do) - dlse
+    S, P, dP, dS                  [64 queries, TILE_KV], in registers
+    ds_scratch                    TMA descriptor of dS^T in memory, see `ds_scratch`
+
+`attention_query_gradient` computes dS again. `attention_kept_gradient` reads it where `bwd_dk_dv` stored it: what is left is one product
+of tiles from shared memory, with nothing to recompute, so the two share no loop.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +25,12 @@ from foci.backends.hopper.bwd_tile_math import (
     scale_dscore,
     split_runs,
 )
-from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma_wait
+from foci.backends.hopper.ds_scratch import ds_rows, find_chunk_task
+from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.kernel_args import Position
-from foci.backends.hopper.layouts import mma_layout
+from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, make_barriers, store_pieces, tile_pieces
+from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, reshape_to_box, store_pieces, tile_pieces
 
 
 class QueryContext(NamedTuple):
@@ -125,6 +130,97 @@ def attention_query_gradient(q, k, v, do, lse, delta, dq, call_params, c, functi
             (query_consumer, (0, smem, dq, (lse, delta), task, call_params, c, functions)),
             (query_consumer, (1, smem, dq, (lse, delta), task, call_params, c, functions)),
             (query_producer, (PairSources(q, do, None, None), PairSources(k, v, None, None), smem, task, call_params, c)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+# ---- dq = dS K from stored dS ----
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries of a chunk of heads."""
+
+    b: Any
+    h: Any
+    slot: Any  # number of the head in the chunk
+    first: Any  # first query
+    group: Any  # query heads that share keys
+
+
+@gluon.jit
+def ds_producer(ds_scratch, k, tiles, bars, place, chunk, count, c):
+    """Producer warp: a tile of dS and one of K per stage."""
+    ds_tiles, k_tiles = tiles
+    full, empty = bars
+    for i in range(0, count):
+        stage = i % c.STAGES
+        mbarrier.wait(empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
+        ready = full.index(stage)
+        mbarrier.expect(ready, c.TILE_KV * 2 * (c.TILE_Q + c.D_PAD))
+        row, first_query = ds_rows(chunk, i * c.TILE_KV, c)
+        for half in gl.static_range(2):
+            tma_load(
+                ds_scratch,
+                [0, place.slot, row, place.first - first_query + half * 64],
+                ready,
+                reshape_to_box(ds_tiles.index(stage * 2 + half), False),
+            )
+        load_pieces(k, place.b, place.h // place.group, i * c.TILE_KV, 0, 0, ready, tile_pieces(k_tiles, stage), False)
+
+
+@gluon.jit
+def begin_dq_product(rows, keys, sums):
+    """Begin sums += rows @ keys, rows and keys in shared memory, one asynchronous wgmma per piece."""
+    pending = ()
+    for i in gl.static_range(len(sums)):
+        pending = pending + (warpgroup_mma(rows, keys[i], sums[i], is_async=True),)
+    return pending
+
+
+@gluon.jit
+def ds_consumer(half: gl.constexpr, tiles, bars, dq, place, count, scale, c):
+    """One warpgroup: dq of 64 queries, one product in flight."""
+    ds_tiles, k_tiles, out_tiles = tiles
+    full, empty = bars
+    half_first = place.first + half * 64
+    dq_sums = zero_accumulators(64, c.D_PAD)
+    if c.MODE == "causal":
+        # dS of later keys was not written
+        count = gl.minimum(count, (half_first + 64 + c.TILE_KV - 1) // c.TILE_KV)
+    for i in range(0, count):
+        stage = i % c.STAGES
+        mbarrier.wait(full.index(stage), (i // c.STAGES) & 1)
+        pending = begin_dq_product(ds_tiles.index(stage * 2 + half).permute((1, 0)), tile_pieces(k_tiles, stage), dq_sums)
+        # the previous tile's products are done: free its stage
+        dq_sums = wait_accumulators(pending, len(pending))
+        mbarrier.arrive(empty.index((i + c.STAGES - 1) % c.STAGES), count=1, pred=i > 0)
+    dq_sums = wait_accumulators(dq_sums)
+    mbarrier.arrive(empty.index((count + c.STAGES - 1) % c.STAGES), count=1)
+    store_pieces(dq, place.b, place.h, half_first, 0, 0, tile_pieces(out_tiles, half), scale_accumulators(dq_sums, scale), False)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention_kept_gradient(ds_scratch, k, dq, size, chunk, scale, c):
+    """dq of one tile of 128 queries of a chunk of heads. Shapes are in the legend above."""
+    b, h, task, slot = find_chunk_task(chunk, size, True)
+    first = task * c.TILE_Q
+    count = (decode(size.columns) + c.TILE_KV - 1) // c.TILE_KV
+    if c.MODE == "causal":
+        count = gl.minimum(count, (first + c.TILE_Q) // c.TILE_KV)
+    ds_tiles = gl.allocate_shared_memory(ds_scratch.dtype, [c.STAGES * 2, c.TILE_KV, 64], smem_layout(c.TILE_KV, 64))
+    k_tiles = allocate_tiles(k.dtype, c.STAGES, c.TILE_KV, c.D_PAD)
+    out_tiles = allocate_tiles(k.dtype, 2, 64, c.D_PAD)
+    bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
+    fence_async_shared()
+    place = QueryTile(b, h, slot, first, decode(size.group))
+    gl.warp_specialize(
+        [
+            (ds_consumer, (0, (ds_tiles, k_tiles, out_tiles), bars, dq, place, count, scale, c)),
+            (ds_consumer, (1, (ds_tiles, k_tiles, out_tiles), bars, dq, place, count, scale, c)),
+            (ds_producer, (ds_scratch, k, (ds_tiles, k_tiles), bars, place, chunk, count, c)),
         ],
         [4, 1],
         [240, 24],
