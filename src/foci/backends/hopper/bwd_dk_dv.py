@@ -19,7 +19,7 @@ gradients take four products; a kernel for each would take five and load q and d
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_start
-from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, load_stationary, make_ring, stream_run
+from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_run
 from foci.backends.hopper.bwd_tile_math import (
     begin_s_dp,
     column_idx,
@@ -72,16 +72,13 @@ class KeyContext(NamedTuple):
 @gluon.jit
 def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
     """`split_runs` of the query tiles that a key tile visits."""
-    full_run, masked_run = split_runs(table, b, h, task, q_len, c, c.TILE_Q)
-    row, full_first, none, unused, full = full_run
-    row, part_first, before, gap, part = masked_run
+    full, masked = split_runs(table, b, h, task, q_len, c, c.TILE_Q)
     if first + c.TILE_KV > kv_len:
         # the key tile overhangs the keys: mask every query tile
-        part_first = part_first if c.MODE == "ranges" else full_first
-        part += full
-        full = full * 0
-        gap = gap * 0
-    return VisitRun(row, full_first, full * 0, full * 0, full), VisitRun(row, part_first, before, gap, part)
+        masked_first = masked.first if c.MODE == "ranges" else full.first
+        masked = VisitRun(masked.row, masked_first, masked.before, masked.gap * 0, masked.count + full.count)
+        full = VisitRun(full.row, full.first, full.before, full.gap, full.count * 0)
+    return full, masked
 
 
 @gluon.jit
@@ -90,7 +87,7 @@ def key_producer(key_sources, query_sources, smem, task, params, pitch, c):
     b, memory_b, kv_h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(params.spans, params.size, b, index, c)
     first = tile * c.TILE_KV
-    load_stationary(key_sources, smem.pair, PairPlace(memory_b, kv_h, kv_start, kv_len, None), first, c)
+    load_stationary(key_sources, smem.pair, PairPlace(memory_b, kv_h, kv_start, kv_len, 0), first, c)
     n = 0
     group = decode(params.size.group)
     for member in range(0, group):
@@ -352,8 +349,7 @@ def attention_key_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, c
     v_tiles = k_tiles
     if KEY or c.DV_PAD != c.D_PAD:
         v_tiles = allocate_tiles(DTYPE, c.TILE_KV // ROWS, ROWS, c.DV_PAD)
-    q_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_Q, c.D_PAD)
-    do_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_Q, c.DV_PAD)
+    q_tiles, do_tiles = allocate_pair(DTYPE, c.STAGES, c.TILE_Q, c)
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     handover = ()
@@ -371,14 +367,14 @@ def attention_key_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, c
             staged = gl.allocate_shared_memory(DTYPE, [c.TILE_KV // 32, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
         ds_store = DsStore(ds_scratch, staged, chunk, number)
     fence_async_shared()
-    key_sources = PairSources(k, v if KEY else None, None, None)
-    query_sources = PairSources(q, do, lse, delta if KEY else None)
     gl.warp_specialize(
         [
             (key_consumer, (0, smem, (None if SPLIT else dk, dv), () if SPLIT else ds_store, task, call_params, c, functions)),
             (key_consumer, (1, smem, (dk, None if SPLIT else dv), ds_store, task, call_params, c, functions)),
-            (key_producer, (key_sources, query_sources, smem, task, call_params, pitch, c)),
+            (key_producer,
+             (PairSources(k, v if KEY else None, None, None), PairSources(q, do, lse, delta if KEY else None), smem, task, call_params,
+              pitch, c)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip

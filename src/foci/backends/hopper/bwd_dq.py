@@ -15,7 +15,16 @@ of tiles from shared memory, with nothing to recompute, so the two share no loop
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode, nth_visited, sequence_at, tile_start
-from foci.backends.hopper.bwd_producer import PairPlace, PairSmem, PairSources, StationaryPair, load_stationary, make_ring, stream_run
+from foci.backends.hopper.bwd_producer import (
+    PairPlace,
+    PairSmem,
+    PairSources,
+    StationaryPair,
+    allocate_pair,
+    load_stationary,
+    make_ring,
+    stream_run,
+)
 from foci.backends.hopper.bwd_tile_math import (
     begin_s_dp,
     column_idx,
@@ -51,9 +60,9 @@ def query_producer(query_sources, key_sources, smem, task, params, c):
     """Producer warp: q and do once, then K and V tile by tile."""
     b, memory_b, h, tile, index = task
     q_start, q_len, kv_start, kv_len = sequence_at(params.spans, params.size, b, index, c)
-    load_stationary(query_sources, smem.pair, PairPlace(memory_b, h, q_start, q_len, None), tile * c.TILE_Q, c)
+    load_stationary(query_sources, smem.pair, PairPlace(memory_b, h, q_start, q_len, 0), tile * c.TILE_Q, c)
     full_run, masked_run = split_runs(params.table, b, h, index, kv_len, c, c.TILE_KV)
-    keys = PairPlace(memory_b, h // decode(params.size.group), kv_start, kv_len, None)
+    keys = PairPlace(memory_b, h // decode(params.size.group), kv_start, kv_len, 0)
     n = stream_run(key_sources, smem.ring, keys, full_run, full_run.count * 0, params.table, c)
     stream_run(key_sources, smem.ring, keys, masked_run, n, params.table, c)
 
@@ -118,12 +127,10 @@ def attention_query_gradient(q, k, v, do, lse, delta, dq, call_params, c, functi
     if c.JAGGED and task.b < 0:
         return
     DTYPE: gl.constexpr = q.dtype
-    q_tiles = allocate_tiles(DTYPE, 2, 64, c.D_PAD)
-    do_tiles = allocate_tiles(DTYPE, 2, 64, c.DV_PAD)
-    k_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.D_PAD)
-    v_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.DV_PAD)
+    q_tiles, do_tiles = allocate_pair(DTYPE, 2, 64, c)
+    k_tiles, v_tiles = allocate_pair(DTYPE, c.STAGES, c.TILE_KV, c)
     pair = StationaryPair(q_tiles, do_tiles, make_barriers(1, 1).index(0))
-    smem = PairSmem(pair, make_ring(k_tiles, v_tiles, None, None, c))
+    smem = PairSmem(pair, make_ring(k_tiles, v_tiles, (), (), c))
     fence_async_shared()
     gl.warp_specialize(
         [

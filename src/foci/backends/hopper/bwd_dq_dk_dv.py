@@ -22,7 +22,7 @@ must not read memory for each pair of positions; with dropout they may only add 
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
-from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, load_stationary, make_ring, stream_pair
+from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_pair
 from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, recompute_weights, row_idx, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
     SHARE_LINE,
@@ -52,7 +52,7 @@ from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.masking import add_affine_columns, fill_unset_bits, load_mask_bits, zero_outside
 from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
+from foci.backends.hopper.smem import make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
 from foci.backends.hopper.softmax import round_weights
 from foci.backends.hopper.task_queue import (
     allocate_queue,
@@ -131,7 +131,7 @@ def fused_producer(key_sources, query_sources, smem, queue, order, params, pitch
             q_start, q_len, kv_start, kv_len = sequence_span(task, spans, size, c)
             runs = find_query_runs(table, order.ranks, task, task.h * group, q_len, kv_len, c)
             push_key_task(queue, tasks, task, runs)
-            keys = PairPlace(task.memory_b, task.h, kv_start, kv_len, None)
+            keys = PairPlace(task.memory_b, task.h, kv_start, kv_len, 0)
             first = task.tile * c.TILE_KV
             count = count_query_tiles(runs) * group
             if count == 0:
@@ -335,10 +335,8 @@ def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_
     dq: float32 accumulators [SUMS * B * Hq * slots * rows, 256]; a slot of `rows` rows, the rows of the descriptor's box, for each query
     tile.
     """
-    k_tiles = allocate_tiles(k.dtype, 2, ROWS, c.D_PAD)
-    v_tiles = allocate_tiles(v.dtype, 2, ROWS, c.DV_PAD)
-    q_tiles = allocate_tiles(q.dtype, c.STAGES, c.TILE_Q, c.D_PAD)
-    do_tiles = allocate_tiles(do.dtype, c.STAGES, c.TILE_Q, c.DV_PAD)
+    k_tiles, v_tiles = allocate_pair(k.dtype, 2, ROWS, c)
+    q_tiles, do_tiles = allocate_pair(q.dtype, c.STAGES, c.TILE_Q, c)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
@@ -352,13 +350,12 @@ def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_
     smem = FusedSmem(pair, ring, ds_tiles, shares, kv_empty, make_barriers(2, 2), share_full, share_empty)
     queue = allocate_queue()
     fence_async_shared()
-    key_sources, query_sources = PairSources(k, v, None, None), PairSources(q, do, lse, delta)
     share_bars = (share_full, share_empty)
     gl.warp_specialize(
         [
             (fused_consumer, (0, smem, (dk, dv), queue, call_params, c, functions, bounds)),
             (fused_consumer, (1, smem, (dk, dv), queue, call_params, c, functions, bounds)),
-            (fused_producer, (key_sources, query_sources, smem, queue, order, call_params, pitch, c)),
+            (fused_producer, (PairSources(k, v, None, None), PairSources(q, do, lse, delta), smem, queue, order, call_params, pitch, c)),
             (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 0)),
             (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 1)),
         ],

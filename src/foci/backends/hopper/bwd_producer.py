@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import nth_visited, tile_start
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier, tma_load
-from foci.backends.hopper.smem import load_pieces, make_barriers, tile_pieces
+from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, tile_pieces
 
 
 class PairSources(NamedTuple):
-    """TMA descriptors of a pair. `do_v` and `delta` are None where dP is not needed."""
+    """TMA descriptors of a pair. A tuple with None is built inside the call that it is passed to, see `kernel_args`."""
 
     qk: Any  # of q or of k
-    do_v: Any  # of do or of v
-    lse: Any = None  # None where keys stream
-    delta: Any = None
+    do_v: Any  # of do or of v; None where dP is not needed
+    lse: Any  # None unless queries stream
+    delta: Any  # None unless queries stream and dP is needed
 
 
 class StationaryPair(NamedTuple):
@@ -37,7 +37,7 @@ class PairRing(NamedTuple):
 
     qk_tiles: Any
     do_v_tiles: Any
-    lse_rows: Any  # None where keys stream
+    lse_rows: Any  # empty where keys stream, as delta_rows
     delta_rows: Any
     qk_full: Any
     do_v_full: Any
@@ -58,7 +58,13 @@ class PairPlace(NamedTuple):
     h: Any
     start: Any  # of the sequence in packed memory
     length: Any
-    line: Any  # of queries: `bwd_tile_math.row_line`
+    line: Any  # of streamed queries: `bwd_tile_math.row_line`
+
+
+@gluon.jit
+def allocate_pair(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, c):
+    """Allocate n tiles [rows, D] and n tiles [rows, Dv]."""
+    return allocate_tiles(dtype, n, rows, c.D_PAD), allocate_tiles(dtype, n, rows, c.DV_PAD)
 
 
 @gluon.jit

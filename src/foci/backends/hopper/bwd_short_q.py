@@ -18,7 +18,7 @@ dv and dk of a tile are computed one tile later, beside the scores of the next o
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
-from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, load_stationary, make_ring, stream_pair
+from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_pair
 from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, load_row_values, recompute_weights, scale_dscore
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
@@ -90,9 +90,9 @@ class ShortQParams(NamedTuple):
 def short_q_producer(query_sources, key_sources, smem, span, c):
     """Producer warp: q and do once, then K and V tile by tile."""
     b, h, q_len, kv_len, first_tile, count = span
-    load_stationary(query_sources, smem.pair, PairPlace(b, h, 0, q_len, None), 0, c)
+    load_stationary(query_sources, smem.pair, PairPlace(b, h, 0, q_len, 0), 0, c)
     for i in range(0, count):
-        stream_pair(key_sources, smem.ring, PairPlace(b, h, 0, kv_len, None), (first_tile + i) * c.TILE_KV, 0, i, c)
+        stream_pair(key_sources, smem.ring, PairPlace(b, h, 0, kv_len, 0), (first_tile + i) * c.TILE_KV, 0, i, c)
 
 
 @gluon.jit
@@ -223,16 +223,14 @@ def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size,
     row_values: (lse, delta). partials: None, or `SplitKVPartials`; then dq is None.
     """
     DTYPE: gl.constexpr = q.dtype
-    q_tiles = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
-    do_tiles = allocate_tiles(DTYPE, 2, ROWS, c.DV_PAD)
-    k_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.D_PAD)
-    v_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.DV_PAD)
+    q_tiles, do_tiles = allocate_pair(DTYPE, 2, ROWS, c)
+    k_tiles, v_tiles = allocate_pair(DTYPE, c.STAGES, c.TILE_KV, c)
     out_smem = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
     # P and dS of two tiles of keys, by each warpgroup
     p_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
     ds_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
     pair = StationaryPair(q_tiles, do_tiles, make_barriers(1, 1).index(0))
-    ring = make_ring(k_tiles, v_tiles, None, None, c)
+    ring = make_ring(k_tiles, v_tiles, (), (), c)
     smem = ShortQSmem(pair, ring, make_barriers(2, 2), (p_smem, ds_smem), out_smem)
     fence_async_shared()
     heads = decode(size.heads)
