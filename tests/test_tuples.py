@@ -64,8 +64,6 @@ LEFT = {
     "backends/gpu/forward.py:attention_forward": 2,
     "backends/gpu/tile_tables.py:build_visits": 1,
     "backends/hopper/backward_pass.py:HopperBackward._build_config": 1,
-    "backends/hopper/bwd_dk_dv.py:split_query_runs": 1,
-    "backends/hopper/bwd_dq.py:split_key_runs": 1,
     "backends/hopper/bwd_preprocess.py:begin_gradients": 1,
     "backends/hopper/bwd_preprocess.py:finish_query_gradient": 1,
     "backends/hopper/bwd_tile_math.py:find_backward_task": 1,

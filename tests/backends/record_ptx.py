@@ -39,8 +39,8 @@ def golden_path(arch: int) -> Path:
 
 
 def normalize(ptx: str) -> str:
-    """PTX without debug lines and with functions numbered in order of appearance."""
-    lines = [line for line in ptx.split("\n") if not re.match(r"\s*(//|\.loc|\.file|\.section|\.b8|\.b32|\.b64)", line)]
+    """PTX without debug lines and their labels, and with functions numbered in order of appearance."""
+    lines = [line for line in ptx.split("\n") if not re.match(r"\s*(//|\.loc|\.file|\.section|\.b8|\.b32|\.b64|\$L__tmp)", line)]
     text = re.sub(r"//.*", "", "\n".join(lines)).split(".section")[0]
     names = dict.fromkeys(re.findall(r"\.(?:entry|func)[^(]*?(\w+)\(", text))
     for number, name in enumerate(names):

@@ -3,9 +3,9 @@
 Preparation, caches and gradients of captured tensors are those of `foci.backends.gpu`. One of four ways computes dq, dk and dv:
 
     fused       `bwd_dq_dk_dv`: one kernel, dq in float32 accumulators
-    by chunks   `bwd_dk_dv` or `bwd_dk_dv_wide` stores dS of some heads at a time, `bwd_dq_from_ds` reads it
+    by chunks   `bwd_dk_dv` stores dS of some heads at a time, `bwd_dq` reads it
     short q     `bwd_short_q`: one program holds all queries of a head
-    separate    `bwd_dq`, and `bwd_dk_dv` or `bwd_dk_dv_wide`
+    separate    `bwd_dq`, and `bwd_dk_dv`
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ from foci.backends.hopper.backward_schedules import (
     split_short_q,
 )
 from foci.backends.hopper.bwd_dk_dv import attention_key_gradient
-from foci.backends.hopper.bwd_dk_dv_wide import attention_split_gradient
-from foci.backends.hopper.bwd_dq import attention_query_gradient
+from foci.backends.hopper.bwd_dq import attention_kept_gradient, attention_query_gradient
 from foci.backends.hopper.bwd_dq_dk_dv import FusedParams, attention_gradients
-from foci.backends.hopper.bwd_dq_from_ds import HeadChunk, attention_kept_gradient
 from foci.backends.hopper.bwd_preprocess import Counters, Heads, RowInputs, begin_gradients, finish_query_gradient, reduce_dq_partials
 from foci.backends.hopper.bwd_short_q import SplitKVPartials, attention_few_gradients
 from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.dq_order import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.dq_semaphore import SHARE_LINE, Order, slot_size
+from foci.backends.hopper.ds_scratch import HeadChunk
 from foci.backends.hopper.functions import KernelFunctions, build_functions
 from foci.backends.hopper.gluon_compat import TensorDescriptor, gl
 from foci.backends.hopper.kernel_args import BackwardFunctions, BackwardParams
@@ -101,7 +100,7 @@ class _DqSums(NamedTuple):
 class _DsScratch(NamedTuple):
     """Memory for dS and how it is used."""
 
-    tiles: TileShape  # of `bwd_dq_from_ds`
+    tiles: TileShape  # of `bwd_dq`
     ds: Tensor  # the memory
     heads: int  # key heads at a time
 
@@ -218,10 +217,8 @@ class HopperBackward:
         dq, dk, dv = grads
         if dq is not None:
             self._launch_dq(call, streams, rows, dq)
-        if dk is not None and dv is not None and self.splits:
-            self._launch_dk_dv_wide(call, streams, (dk, dv), self.builder.visits(call, DK_DV_WIDE_TILES.tiles, "keys"))
-        elif dk is not None or dv is not None:
-            self._launch_dk_dv(call, streams, (dk, dv), self.builder.visits(call, DK_DV_TILES[max(self.widths)].tiles, "keys"))
+        if dk is not None or dv is not None:
+            self._launch_dk_dv(call, streams, (dk, dv), self.builder.visits(call, self._dk_dv_tiles(dk, dv).tiles, "keys"))
 
     def _launch_dq(self, call: Pass, streams: _Streams, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
         tiles, operands, desc = DQ_TILES[max(self.widths)], call.operands, streams.describe
@@ -279,11 +276,10 @@ class HopperBackward:
         (batch, heads), kv_heads = streams.query.shape[:2], streams.key.shape[1]
         group, tasks, tiles = heads // kv_heads, -(-call.rows // shape.tile_q), encode(ds_scratch.shape[3] // 128)
         config = self._build_config(call, shape, "causal" if is_causal(self.variant) else "all")
-        visits = self.builder.visits(call, (DK_DV_WIDE_TILES if self.splits else DK_DV_TILES[max(self.widths)]).tiles, "keys")
-        by_key = self._launch_dk_dv_wide if self.splits else self._launch_dk_dv
+        visits = self.builder.visits(call, self._dk_dv_tiles(*grads).tiles, "keys")
         for first in range(0, batch * kv_heads, chunk):
             count = min(chunk, batch * kv_heads - first)
-            by_key(call, streams, grads, visits, ds_scratch, HeadChunk(encode(first), encode(count), tiles))
+            self._launch_dk_dv(call, streams, grads, visits, ds_scratch, HeadChunk(encode(first), encode(count), tiles))
             call.launches.add(
                 attention_kept_gradient, (count * group * tasks,),
                 _describe_ds(ds_scratch, shape.tile_kv, 64), desc(streams.key, shape.tile_kv), desc(dq, 64),
@@ -291,12 +287,16 @@ class HopperBackward:
                 config, num_warps=4,
             )  # fmt: skip
 
+    def _dk_dv_tiles(self, dk: Tensor | None, dv: Tensor | None) -> TileShape:
+        """Tiles of `bwd_dk_dv`. With wide heads two warpgroups share the work on 64 keys where both gradients are needed."""
+        return DK_DV_WIDE_TILES if self.splits and dk is not None and dv is not None else DK_DV_TILES[max(self.widths)]
+
     def _launch_dk_dv(
         self, call: Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
         ds_scratch: Tensor | None = None, chunk: HeadChunk | None = None,
     ) -> None:  # fmt: skip
         """Launch dk and dv of all heads, or of a chunk that stores its dS in `ds_scratch`."""
-        tiles, operands, desc = DK_DV_TILES[max(self.widths)], call.operands, streams.describe
+        tiles, operands, desc = self._dk_dv_tiles(*grads), call.operands, streams.describe
         functions = self._build_functions(operands, "kv_idx")
         batch, kv_heads = streams.key.shape[:2]
         programs = batch * kv_heads if chunk is None else chunk.heads >> 2
@@ -306,26 +306,7 @@ class HopperBackward:
             *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, tiles.tile_q), chunk,
             BackwardParams(self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
-            self._build_config(call, tiles, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask),
-            grads[0] is not None, grads[1] is not None, num_warps=4,
-        )  # fmt: skip
-
-    def _launch_dk_dv_wide(
-        self, call: Pass, streams: _Streams, grads: tuple[Tensor | None, Tensor | None], visits: TileTable,
-        ds_scratch: Tensor | None = None, chunk: HeadChunk | None = None,
-    ) -> None:  # fmt: skip
-        """Launch dk and dv of wide heads, as `_launch_dk_dv`."""
-        operands, desc = call.operands, streams.describe
-        functions = self._build_functions(operands, "kv_idx")
-        batch, kv_heads = streams.key.shape[:2]
-        programs = batch * kv_heads if chunk is None else chunk.heads >> 2
-        call.launches.add(
-            attention_split_gradient, (programs * visits.tasks,),
-            *(desc(t, 64) for t in streams[:4]), *streams.describe_row_values(64), *(None if t is None else desc(t, 64) for t in grads),
-            None if ds_scratch is None else _describe_ds(ds_scratch, 64, 64), chunk,
-            BackwardParams(self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
-            self._build_config(call, DK_DV_WIDE_TILES, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask),
-            num_warps=4,
+            self._build_config(call, tiles, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask), num_warps=4,
         )  # fmt: skip
 
     def _allocate_dq_sums(self, call: Pass, query: Tensor, schedule: FusedSchedule) -> _DqSums:

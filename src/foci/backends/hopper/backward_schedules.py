@@ -73,14 +73,14 @@ def _read_tiles(table: dict[str, Any]) -> dict[int, TileShape]:
 
 _TABLE: Final = load_table(__file__, "backward.toml")
 DK_DV_WIDE_TILES: Final = TileShape(*_TABLE["bwd_dk_dv_wide"]["any"])
-"""Of `bwd_dk_dv_wide`, which splits dk and dv between two warpgroups."""
+"""Of `bwd_dk_dv` where one warpgroup accumulates dv and the other dk."""
 DQ_TILES: Final = _read_tiles(_TABLE["bwd_dq"])
 """By the wider of the padded head dims."""
 DK_DV_TILES: Final = _read_tiles(_TABLE["bwd_dk_dv"])
 UNSPLIT_WIDTHS: Final = frozenset({(192, 128)})
 """Padded head dims over 128 for which a warpgroup accumulates both dk and dv of 64 keys: measured to be faster than to split them."""
 DQ_FROM_DS_TILES: Final = _read_tiles(_TABLE["bwd_dq_from_ds"])
-"""Of `bwd_dq_from_ds`, by the wider of the padded head dims."""
+"""Of `bwd_dq` where dS is stored, by the wider of the padded head dims."""
 DS_SCRATCH_BYTES: Final = 528 << 20
 """Most bytes of dS stored at a time: under the causal mask eight heads of 8192 positions, or two of 16384."""
 DS_CHUNK_PROGRAMS: Final = 256
@@ -159,7 +159,7 @@ def split_short_q(heads: int, keys: int, tile: int) -> tuple[int, int]:
 
 
 def ds_scratch_schedule(problem: Problem) -> TileShape | None:
-    """Tile shape of `bwd_dq_from_ds`; None if dS is not stored. `ds_chunk_heads` decides whether it has room."""
+    """Tile shape of `bwd_dq` with stored dS; None if dS is not stored. `ds_chunk_heads` decides whether it has room."""
     formula, grads = problem.formula, (problem.query_grad, problem.key_grad, problem.value_grad)
     if formula.layout is not Layout.DENSE or formula.dropout or not is_prefix(problem) or not all(grads):
         return None
@@ -167,7 +167,7 @@ def ds_scratch_schedule(problem: Problem) -> TileShape | None:
 
 
 def ds_scratch_shape(q_len: int, kv_len: int, *, is_causal: bool) -> tuple[int, int]:
-    """(rows, columns) of a head's stored dS, keys and queries, see `bwd_dq_from_ds`."""
+    """(rows, columns) of a head's stored dS, keys and queries, see `ds_scratch`."""
     queries, keys = -(-q_len // 128), -(-kv_len // 128)
     return 128 * (min(keys, queries // 2 + 1) if is_causal else keys), 128 * queries
 

@@ -22,9 +22,8 @@ must not read memory for each pair of positions; with dropout they may only add 
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
-from foci.backends.hopper.bwd_dk_dv import KeySources
-from foci.backends.hopper.bwd_task_queue import allocate_task_queue, has_task, pop_task, push_end, push_task
-from foci.backends.hopper.bwd_tile_math import recompute_weights, row_line, scale_dscore
+from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_pair
+from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, recompute_weights, row_idx, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
     SHARE_LINE,
     count_query_tiles,
@@ -45,7 +44,6 @@ from foci.backends.hopper.gluon_compat import (
     mbarrier,
     thread_barrier,
     tma,
-    tma_load,
     view_smem,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -53,10 +51,18 @@ from foci.backends.hopper.gluon_compat import (
 from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.masking import add_affine_columns, fill_unset_bits, load_mask_bits, zero_outside
-from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
+from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
+from foci.backends.hopper.smem import make_barriers, opaque_value, sequence_span, store_pieces, tile_pieces
 from foci.backends.hopper.softmax import round_weights
-from foci.backends.hopper.task_queue import broadcast_ticket, fetch_ticket
+from foci.backends.hopper.task_queue import (
+    allocate_queue,
+    broadcast_ticket,
+    fetch_ticket,
+    has_task,
+    pop_key_task,
+    push_key_task,
+    push_last,
+)
 
 ROWS = gl.constexpr(64)
 
@@ -64,19 +70,11 @@ ROWS = gl.constexpr(64)
 class FusedSmem(NamedTuple):
     """Shared memory and barriers. `dq_semaphore.reduce_dq_shares` reads shares."""
 
-    k_tiles: Any
-    v_tiles: Any
-    q_tiles: Any
-    do_tiles: Any
-    lse_rows: Any
-    delta_rows: Any
+    pair: Any  # keys and values of both warpgroups
+    ring: Any  # queries
     ds_tiles: Any
     shares: Any
-    kv_full: Any
     kv_empty: Any
-    q_full: Any  # barriers of each stage
-    do_full: Any
-    empty: Any
     ds_full: Any  # of two tiles of dS
     share_full: Any  # of two shares
     share_empty: Any
@@ -110,21 +108,14 @@ class FusedContext(NamedTuple):
 
 
 @gluon.jit
-def load_keys(sources, smem, task, span, n, c):
+def load_keys(sources, smem, keys, first, n, c):
     """Load keys and values of the n-th task, once those of the previous task are no longer read."""
-    kv_start, kv_len = span[2:]
     mbarrier.wait(smem.kv_empty, (n & 1) ^ 1)
-    mbarrier.expect(smem.kv_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
-    for half in gl.static_range(2):
-        half_first = task.tile * c.TILE_KV + half * ROWS
-        tile = tile_pieces(smem.k_tiles, half)
-        load_pieces(sources.k, task.memory_b, task.h, half_first, kv_start, kv_len, smem.kv_full, tile, c.JAGGED)
-        tile = tile_pieces(smem.v_tiles, half)
-        load_pieces(sources.v, task.memory_b, task.h, half_first, kv_start, kv_len, smem.kv_full, tile, c.JAGGED)
+    load_stationary(sources, smem.pair, keys, first, c)
 
 
 @gluon.jit
-def fused_producer(sources, smem, queue, order, params, pitch, c):
+def fused_producer(key_sources, query_sources, smem, queue, order, params, pitch, c):
     """Producer warp: for task after task K and V once, and each query tile for all heads that share them in turn.
     The first queries are requested before K and V, whose buffers are free only when the previous task is done."""
     size, spans, table = params.size, params.spans, params.table
@@ -137,34 +128,26 @@ def fused_producer(sources, smem, queue, order, params, pitch, c):
     while ticket < tickets:
         task = find_key_task(ticket, order, size, spans, c)
         if task.b >= 0:
-            span = sequence_span(task, spans, size, c)
-            q_start, q_len, kv_start, kv_len = span
+            q_start, q_len, kv_start, kv_len = sequence_span(task, spans, size, c)
             runs = find_query_runs(table, order.ranks, task, task.h * group, q_len, kv_len, c)
-            push_task(queue, tasks, task, runs)
+            push_key_task(queue, tasks, task, runs)
+            keys = PairPlace(task.memory_b, task.h, kv_start, kv_len, 0)
+            first = task.tile * c.TILE_KV
             count = count_query_tiles(runs) * group
             if count == 0:
-                load_keys(sources, smem, task, span, tasks, c)
+                load_keys(key_sources, smem, keys, first, tasks, c)
             for i in range(0, count):
                 n = before + i
                 h = task.h * group + i % group
-                here = nth_tile(table, runs, i // group, c) * c.TILE_Q
-                at = row_line(task.b, task.memory_b, h, decode(size.heads) * group, q_start, pitch, c) + here
-                stage = n % c.STAGES
-                mbarrier.wait(smem.empty.index(stage), ((n // c.STAGES) & 1) ^ 1)
-                ready = smem.q_full.index(stage)
-                mbarrier.expect(ready, c.TILE_Q * (c.D_PAD * 2 + 4))
-                load_pieces(sources.q, task.memory_b, h, here, q_start, q_len, ready, tile_pieces(smem.q_tiles, stage), c.JAGGED)
-                tma_load(sources.lse, [at], ready, smem.lse_rows.index(stage))
-                ready = smem.do_full.index(stage)
-                mbarrier.expect(ready, c.TILE_Q * (c.DV_PAD * 2 + 4))
-                load_pieces(sources.do, task.memory_b, h, here, q_start, q_len, ready, tile_pieces(smem.do_tiles, stage), c.JAGGED)
-                tma_load(sources.delta, [at], ready, smem.delta_rows.index(stage))
+                row = nth_tile(table, runs, i // group, c) * c.TILE_Q
+                line = row_line(task.b, task.memory_b, h, decode(size.heads) * group, q_start, pitch, c) + row
+                stream_pair(query_sources, smem.ring, PairPlace(task.memory_b, h, q_start, q_len, line), row, 0, n, c)
                 if i == 0:
-                    load_keys(sources, smem, task, span, tasks, c)
+                    load_keys(key_sources, smem, keys, first, tasks, c)
             before += count
             tasks += 1
         ticket = tickets if c.ROUND else broadcast_ticket(fetch_ticket(order.turns, False))
-    push_end(queue, tasks)
+    push_last(queue, tasks)
 
 
 @gluon.jit
@@ -190,38 +173,33 @@ def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
     """Accumulate one run of query tiles into (dk, dv) of 64 keys, and hand over their shares of dq. MASKED tiles may also overhang."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
     dk, dv = sums
-    table, group, query_bounds = params.table, key_ctx.group, key_ctx.query_bounds
+    ring, table, group, query_bounds = smem.ring, params.table, key_ctx.group, key_ctx.query_bounds
     b, h, kv_idx, q_len, kv_len, aux = key_ctx.b, key_ctx.h, key_ctx.kv_idx, key_ctx.q_len, key_ctx.kv_len, key_ctx.aux
     line, last, count = run
     MASKS_AFTER: gl.constexpr = c.BOUNDED or c.MASK_BITS
     MASK: gl.constexpr = MASKED and c.MODE != "all"
     # load lse and delta while products run, if registers are left for them
     EARLY: gl.constexpr = c.TILE_Q == 64
-    zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
     for i in range(0, count * group):
         tile = tile_at(table, line, last - i // group, c)
         stage = n % c.STAGES
         phase = (n // c.STAGES) & 1
         parity = n % 2
-        # recompute the addresses of K and V for each tile: hoisted, they would take registers that are not there
         opaque = opaque_value(0)
-        queries = tile_pieces(smem.q_tiles, stage)
-        douts = tile_pieces(smem.do_tiles, stage)
+        queries = tile_pieces(ring.qk_tiles, stage)
+        douts = tile_pieces(ring.do_v_tiles, stage)
         # S^T = K Q^T and dP^T = V dO^T, both asynchronous
-        mbarrier.wait(smem.q_full.index(stage), phase)
-        s = begin_scores(tile_pieces(smem.k_tiles, half + opaque), queries, zero, False)
-        mbarrier.wait(smem.do_full.index(stage), phase)
-        dp = begin_scores(tile_pieces(smem.v_tiles, half + opaque), douts, zero, False)
+        s, dp = begin_s_dp(smem.pair, half, opaque, ring, queries, stage, phase)
         if MASKED and c.MASK_BITS:
             words = load_mask_bits(table.bits + ((line * decode(table.width) + tile) * 2 + half) * (ROWS * 4), True, c.TILE_Q)
         if c.DROPOUT:
             drops = drops_by_key(key_ctx.first, tile * c.TILE_Q, b, h + i % group, key_ctx.dropout, c.TILE_Q, c.DROPOUT_QUERIES)
         if EARLY:
-            lse2 = smem.lse_rows.index(stage).load(gl.SliceLayout(0, S))
+            lse2 = ring.lse_rows.index(stage).load(gl.SliceLayout(0, S))
         s = warpgroup_mma_wait(len(douts), deps=[s])
-        q_idx = tile * c.TILE_Q + gl.expand_dims(gl.arange(0, c.TILE_Q, layout=gl.SliceLayout(0, S)), 0)
+        q_idx = column_idx(tile * c.TILE_Q, c.TILE_Q)
         if not EARLY:
-            lse2 = smem.lse_rows.index(stage).load(gl.SliceLayout(0, S))
+            lse2 = ring.lse_rows.index(stage).load(gl.SliceLayout(0, S))
         # P^T = exp2(S^T - lse), masked; dropped weights get a negative sign
         if c.AFFINE:
             row_bias, query_slope = functions.both(b, h, tile * c.TILE_Q, kv_idx, q_len, kv_len, params.env, aux)
@@ -239,11 +217,11 @@ def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
         p_half = round_weights(p, douts[0].dtype, c)
         dscore_scaled = scale_dscore(p, slope, c, MASKED)
         if EARLY:
-            delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            delta = gl.expand_dims(ring.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         # dS^T = P^T * slope * (dP^T - delta)
         dp = warpgroup_mma_wait(0, deps=[dp])
         if not EARLY:
-            delta = gl.expand_dims(smem.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
+            delta = gl.expand_dims(ring.delta_rows.index(stage).load(gl.SliceLayout(0, S)), 0)
         if c.DROPOUT:
             ds = (gl.maximum(p, 0.0) * dp - gl.abs(p) * delta).to(queries[0].dtype)
         else:
@@ -259,7 +237,7 @@ def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
             mbarrier.arrive(smem.share_full.index(1 - parity), count=1, pred=n > key_ctx.before)
         mbarrier.wait(smem.ds_full.index(parity), (n // 2) & 1)
         # this warpgroup's half of dQ = dS K, then dK += dS^T Q
-        share = begin_dq_share(smem.ds_tiles, smem.k_tiles, parity, opaque, c, half)
+        share = begin_dq_share(smem.ds_tiles, smem.pair.qk_tiles, parity, opaque, c, half)
         dk = begin_pv(ds, queries, dk)
         results = warpgroup_mma_wait(len(dk), deps=(share,) + dv)
         share, dv = results[0], results[1:]
@@ -268,7 +246,7 @@ def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
             fence_async_shared()
             mbarrier.arrive(smem.share_full.index(parity), count=1)
         dk = wait_accumulators(dk)
-        mbarrier.arrive(smem.empty.index(stage), count=1)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         n += 1
     return dk, dv, n
 
@@ -279,7 +257,7 @@ def fused_consumer(half: gl.constexpr, smem, outputs, queue, params, c, function
     tasks = 0
     before = 0
     while has_task(queue, tasks, 4):
-        before = accumulate_task(half, smem, outputs, pop_task(queue, tasks, c, 4), tasks, before, params, c, functions, bounds)
+        before = accumulate_task(half, smem, outputs, pop_key_task(queue, tasks, c, 4), tasks, before, params, c, functions, bounds)
         tasks += 1
     tma.store_wait(0)
 
@@ -298,10 +276,10 @@ def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, 
     q_start, q_len, kv_start, kv_len = sequence_span(task, params.spans, size, c)
     first = tile * c.TILE_KV
     half_first = first + half * ROWS
-    kv_idx = half_first + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)), 1)
+    kv_idx = row_idx(half_first, c.TILE_Q)
     dk = zero_accumulators(ROWS, c.D_PAD)
     dv = zero_accumulators(ROWS, c.DV_PAD)
-    mbarrier.wait(smem.kv_full, tasks & 1)
+    mbarrier.wait(smem.pair.full, tasks & 1)
     if REUSES_DS:
         # the previous task's dk and dv, staged in the dS buffers, must have been read by TMA
         tma.store_wait(0)
@@ -338,7 +316,7 @@ def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, 
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, (free.index(1),), dk, c.JAGGED)
     else:
         # stage both in this warpgroup's half of V, which no one else reads; the other warpgroup may still read K for dq
-        v = tile_pieces(smem.v_tiles, half)
+        v = tile_pieces(smem.pair.do_v_tiles, half)
         store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, v, dv, c.JAGGED)
         tma.store_wait(0)
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, v, dk, c.JAGGED)
@@ -357,10 +335,8 @@ def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_
     dq: float32 accumulators [SUMS * B * Hq * slots * rows, 256]; a slot of `rows` rows, the rows of the descriptor's box, for each query
     tile.
     """
-    k_tiles = allocate_tiles(k.dtype, 2, ROWS, c.D_PAD)
-    v_tiles = allocate_tiles(v.dtype, 2, ROWS, c.DV_PAD)
-    q_tiles = allocate_tiles(q.dtype, c.STAGES, c.TILE_Q, c.D_PAD)
-    do_tiles = allocate_tiles(do.dtype, c.STAGES, c.TILE_Q, c.DV_PAD)
+    k_tiles, v_tiles = allocate_pair(k.dtype, 2, ROWS, c)
+    q_tiles, do_tiles = allocate_pair(q.dtype, c.STAGES, c.TILE_Q, c)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
     lse_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
     delta_rows = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.TILE_Q], lse.layout)
@@ -368,19 +344,18 @@ def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_
     shares = view_smem(share_boxes, gl.float32, [4, dq.block_shape[0] * SHARE_LINE // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     share_full = make_barriers(2, 2)
     share_empty = make_barriers(2, 1)
-    kv_full = make_barriers(1, 1).index(0)
+    pair = StationaryPair(k_tiles, v_tiles, make_barriers(1, 1).index(0))
     kv_empty = make_barriers(1, 2).index(0)
-    bars = (kv_full, kv_empty, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), make_barriers(2, 2))
-    smem = FusedSmem(k_tiles, v_tiles, q_tiles, do_tiles, lse_rows, delta_rows, ds_tiles, shares, *bars, share_full, share_empty)
-    queue = allocate_task_queue()
+    ring = make_ring(q_tiles, do_tiles, lse_rows, delta_rows, c)
+    smem = FusedSmem(pair, ring, ds_tiles, shares, kv_empty, make_barriers(2, 2), share_full, share_empty)
+    queue = allocate_queue()
     fence_async_shared()
-    sources = KeySources(q, do, lse, delta, k, v)
     share_bars = (share_full, share_empty)
     gl.warp_specialize(
         [
             (fused_consumer, (0, smem, (dk, dv), queue, call_params, c, functions, bounds)),
             (fused_consumer, (1, smem, (dk, dv), queue, call_params, c, functions, bounds)),
-            (fused_producer, (sources, smem, queue, order, call_params, pitch, c)),
+            (fused_producer, (PairSources(k, v, None, None), PairSources(q, do, lse, delta), smem, queue, order, call_params, pitch, c)),
             (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 0)),
             (reduce_dq_shares, (dq, order, share_boxes, share_bars, queue, call_params, c, 1)),
         ],

@@ -18,7 +18,8 @@ dv and dk of a tile are computed one tile later, beside the scores of the next o
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
-from foci.backends.hopper.bwd_tile_math import recompute_weights, scale_dscore
+from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_pair
+from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, load_row_values, recompute_weights, scale_dscore
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -31,8 +32,8 @@ from foci.backends.hopper.gluon_compat import (
 )
 from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
-from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
-from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, opaque_value, store_pieces, tile_pieces
+from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
+from foci.backends.hopper.smem import allocate_tiles, make_barriers, opaque_value, store_pieces, tile_pieces
 
 ROWS = gl.constexpr(64)
 
@@ -48,13 +49,8 @@ class SplitKVPartials(NamedTuple):
 class ShortQSmem(NamedTuple):
     """Tiles in shared memory, and barriers."""
 
-    q_do: Any  # tiles of q, tiles of do
-    k_tiles: Any
-    v_tiles: Any
-    q_full: Any
-    k_full: Any  # barriers of each stage
-    v_full: Any
-    empty: Any
+    pair: Any  # q and do
+    ring: Any  # keys and values
     exchange_full: Any  # of two tiles of keys
     exchange: Any  # see the legend above
     out: Any  # a staging tile for each warpgroup
@@ -91,22 +87,12 @@ class ShortQParams(NamedTuple):
 
 
 @gluon.jit
-def short_q_producer(sources, smem, span, c):
+def short_q_producer(query_sources, key_sources, smem, span, c):
     """Producer warp: q and do once, then K and V tile by tile."""
-    q, do, k, v = sources
-    q_tiles, do_tiles = smem.q_do
     b, h, q_len, kv_len, first_tile, count = span
-    mbarrier.expect(smem.q_full, 2 * ROWS * 2 * (c.D_PAD + c.DV_PAD))
-    for half in gl.static_range(2):
-        load_pieces(q, b, h, half * ROWS, 0, q_len, smem.q_full, tile_pieces(q_tiles, half), c.JAGGED)
-        load_pieces(do, b, h, half * ROWS, 0, q_len, smem.q_full, tile_pieces(do_tiles, half), c.JAGGED)
+    load_stationary(query_sources, smem.pair, PairPlace(b, h, 0, q_len, 0), 0, c)
     for i in range(0, count):
-        stage = i % c.STAGES
-        mbarrier.wait(smem.empty.index(stage), ((i // c.STAGES) & 1) ^ 1)
-        mbarrier.expect(smem.k_full.index(stage), c.TILE_KV * c.D_PAD * 2)
-        load_pieces(k, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, smem.k_full.index(stage), tile_pieces(smem.k_tiles, stage), c.JAGGED)
-        mbarrier.expect(smem.v_full.index(stage), c.TILE_KV * c.DV_PAD * 2)
-        load_pieces(v, b, h, (first_tile + i) * c.TILE_KV, 0, kv_len, smem.v_full.index(stage), tile_pieces(smem.v_tiles, stage), c.JAGGED)
+        stream_pair(key_sources, smem.ring, PairPlace(b, h, 0, kv_len, 0), (first_tile + i) * c.TILE_KV, 0, i, c)
 
 
 @gluon.jit
@@ -115,7 +101,8 @@ def begin_dk_dv(smem, half: gl.constexpr, n, opaque, c):
 
     For n = -1 it multiplies whatever is in the buffers; the caller drops that result.
     """
-    exchange, rows = smem.exchange[half], smem.q_do[1 - half]
+    exchange = smem.exchange[half]
+    rows = smem.pair.qk_tiles if half == 1 else smem.pair.do_v_tiles
     mbarrier.wait(smem.exchange_full.index(n & 1), (n >> 1) & 1)
     first, second = exchange.index((n & 1) * 2).permute((1, 0)), exchange.index((n & 1) * 2 + 1).permute((1, 0))
     none = zero_accumulators(c.TILE_KV, c.D_PAD)
@@ -140,28 +127,21 @@ def store_dk_dv(output, dkv, n, span, c):
 @gluon.jit
 def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.constexpr, functions, EDGE: gl.constexpr):
     """Accumulate key tiles into dq of 64 queries, and store dv or dk of the tile before each. EDGE: some positions may not exist."""
-    S: gl.constexpr = mma_layout(c.TILE_KV)
-    q_tiles, do_tiles = smem.q_do
     q_idx, lse2, delta, aux, span = query_ctx
     b, h, q_len, kv_len, first_tile, count = span
     first, end = steps
-    zero = gl.zeros([ROWS, c.TILE_KV], gl.float32, S)
     for i in range(first, end):
         stage = i % c.STAGES
         phase = (i // c.STAGES) & 1
         slot = (i & 1) * 2 + half
-        # recompute the addresses of q and do for each tile: hoisted, they would take registers through the loop
         opaque = opaque_value(0)
-        keys = tile_pieces(smem.k_tiles, stage)
+        keys = tile_pieces(smem.ring.qk_tiles, stage)
         # S = Q K^T and dP = dO V^T, and dv or dk of the previous tile, all asynchronous
-        mbarrier.wait(smem.k_full.index(stage), phase)
-        s = begin_scores(tile_pieces(q_tiles, half + opaque), keys, zero, False)
-        mbarrier.wait(smem.v_full.index(stage), phase)
-        dp = begin_scores(tile_pieces(do_tiles, half + opaque), tile_pieces(smem.v_tiles, stage), zero, False)
+        s, dp = begin_s_dp(smem.pair, half, opaque, smem.ring, keys, stage, phase)
         dkv = begin_dk_dv(smem, half, i - 1, opaque, c)
         s = warpgroup_mma_wait(len(keys) + 2 * len(dkv), deps=[s])
         # P = exp2(S - lse), masked
-        kv_idx = (first_tile + i) * c.TILE_KV + gl.expand_dims(gl.arange(0, c.TILE_KV, layout=gl.SliceLayout(0, S)), 0)
+        kv_idx = column_idx((first_tile + i) * c.TILE_KV, c.TILE_KV)
         position = Position(b, h, q_idx, kv_idx, q_len, kv_len, first_tile + i, aux)
         p, slope = recompute_weights(s, lse2, position, params, c, functions, False, EDGE)
         # this buffer was read for tile i - 2; both warpgroups finished that before they handed over tile i - 1
@@ -178,7 +158,7 @@ def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.c
         if i > 0:
             store_dk_dv(output, dkv, i - 1, span, c)
         dq = wait_accumulators(dq)
-        mbarrier.arrive(smem.empty.index(stage), count=1)
+        mbarrier.arrive(smem.ring.empty.index(stage), count=1)
     return dq
 
 
@@ -188,13 +168,10 @@ def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params
     S: gl.constexpr = mma_layout(c.TILE_KV)
     heads, slot, scale, env = params
     dq_out, dk_out, dv_out, partials = outputs
-    lse_rows, delta_rows = row_values
     b, h, q_len, kv_len, first_tile, count = span
     row = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     head = (b * heads + h).to(gl.int64) * q_len
-    # rows past the end get lse = inf, so their weights are 0
-    lse2 = gl.expand_dims(gl.load(lse_rows + head + row, mask=row < q_len, other=float("inf")), 1)
-    delta = gl.expand_dims(gl.load(delta_rows + head + row, mask=row < q_len, other=0.0), 1)
+    lse2, delta = load_row_values(row_values, head, row, q_len)
     q_idx = gl.expand_dims(row, 1)
     aux = functions.pre(b, h, gl.minimum(q_idx, q_len - 1), q_len, kv_len, scale, env)
     dq = zero_accumulators(ROWS, c.D_PAD)
@@ -207,7 +184,7 @@ def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params
     if not c.PLAIN:
         # a score function may give rows past the end an infinite slope, and 0 * inf is NaN: mask them in every tile
         full = gl.where(q_len < 2 * ROWS, 0, full)
-    mbarrier.wait(smem.q_full, 0)
+    mbarrier.wait(smem.pair.full, 0)
     query_ctx = ShortQContext(q_idx, lse2, delta, aux, span)
     dq = accumulate_short_q(dq, smem, output, query_ctx, (0, full), params, c, half, functions, False)
     dq = accumulate_short_q(dq, smem, output, query_ctx, (full, count), params, c, half, functions, True)
@@ -246,17 +223,15 @@ def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size,
     row_values: (lse, delta). partials: None, or `SplitKVPartials`; then dq is None.
     """
     DTYPE: gl.constexpr = q.dtype
-    q_tiles = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
-    do_tiles = allocate_tiles(DTYPE, 2, ROWS, c.DV_PAD)
-    k_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.D_PAD)
-    v_tiles = allocate_tiles(DTYPE, c.STAGES, c.TILE_KV, c.DV_PAD)
+    q_tiles, do_tiles = allocate_pair(DTYPE, 2, ROWS, c)
+    k_tiles, v_tiles = allocate_pair(DTYPE, c.STAGES, c.TILE_KV, c)
     out_smem = allocate_tiles(DTYPE, 2, ROWS, c.D_PAD)
     # P and dS of two tiles of keys, by each warpgroup
     p_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
     ds_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, c.TILE_KV], smem_layout(ROWS, c.TILE_KV))
-    q_full = make_barriers(1, 1).index(0)
-    bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2), make_barriers(2, 2))
-    smem = ShortQSmem((q_tiles, do_tiles), k_tiles, v_tiles, q_full, *bars, (p_smem, ds_smem), out_smem)
+    pair = StationaryPair(q_tiles, do_tiles, make_barriers(1, 1).index(0))
+    ring = make_ring(k_tiles, v_tiles, (), (), c)
+    smem = ShortQSmem(pair, ring, make_barriers(2, 2), (p_smem, ds_smem), out_smem)
     fence_async_shared()
     heads = decode(size.heads)
     kv_len = decode(size.columns)
@@ -276,7 +251,7 @@ def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size,
         [
             (short_q_consumer, (0, smem, outputs, row_values, span, params, c, functions)),
             (short_q_consumer, (1, smem, outputs, row_values, span, params, c, functions)),
-            (short_q_producer, ((q, do, k, v), smem, span, c)),
+            (short_q_producer, (PairSources(q, do, None, None), PairSources(k, v, None, None), smem, span, c)),
         ],
         [4, 1],
         [240, 24],

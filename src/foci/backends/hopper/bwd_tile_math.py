@@ -5,9 +5,12 @@ With P the weights and dP = dO V^T, the gradient of the scores is P * (dP - delt
 "FlashAttention", 2022, appendix B). The chain rule through the score function multiplies it by the function's derivative, `slope`.
 """
 
-from foci.backends.gpu.tiles import FORCED, LOG2E, decode, find_task
-from foci.backends.hopper.gluon_compat import gl, gluon
-from foci.backends.hopper.kernel_args import Task
+from foci.backends.gpu.tiles import FORCED, LOG2E, decode, find_task, tile_runs
+from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier
+from foci.backends.hopper.kernel_args import Task, VisitRun
+from foci.backends.hopper.layouts import mma_layout
+from foci.backends.hopper.mma import begin_scores
+from foci.backends.hopper.smem import tile_pieces
 
 
 @gluon.jit
@@ -25,6 +28,50 @@ def row_line(b, memory_b, h, heads, q_start, pitch, c):
         return head + (q_start // 128 + b) * 128
     else:
         return head
+
+
+@gluon.jit
+def split_runs(table, b, h, task, length, c, TILE: gl.constexpr):
+    """Streamed tiles that a task visits: (full run, masked run), each a `VisitRun`."""
+    tiles = tile_runs(table, b, h, task, length, c, TILE)
+    full = VisitRun(tiles.row, tiles.full_first, tiles.full * 0, tiles.full * 0, tiles.full)
+    return full, VisitRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, tiles.part)
+
+
+@gluon.jit
+def column_idx(first, COLUMNS: gl.constexpr):
+    """Indices [1, COLUMNS] of the streamed tile that begins at `first`."""
+    return first + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, mma_layout(COLUMNS))), 0)
+
+
+@gluon.jit
+def row_idx(first, COLUMNS: gl.constexpr):
+    """Indices [64, 1] of stationary rows from `first`, beside streamed tiles of COLUMNS."""
+    return first + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, mma_layout(COLUMNS))), 1)
+
+
+@gluon.jit
+def load_row_values(row_values, head, row, q_len):
+    """(lse in base 2, delta) of rows of a head, [64, 1] each. Rows past the end get lse = inf, so that their weights are 0."""
+    lse_rows, delta_rows = row_values
+    lse2 = gl.expand_dims(gl.load(lse_rows + head + row, mask=row < q_len, other=float("inf")), 1)
+    return lse2, gl.expand_dims(gl.load(delta_rows + head + row, mask=row < q_len, other=0.0), 1)
+
+
+@gluon.jit
+def begin_s_dp(pair, half, opaque, ring, qk, stage, phase, HAS_DP: gl.constexpr = True):
+    """Begin S and dP of a warpgroup's stationary tiles and the streamed pair of a stage, each when its tile has arrived. Both are
+    asynchronous. `opaque` is 0, or `smem.opaque_value(0)`, so that stationary addresses are recomputed for each tile: hoisted, they would
+    take registers through the loop."""
+    COLUMNS: gl.constexpr = ring.qk_tiles[0].shape[1]
+    zero = gl.zeros([64, COLUMNS], gl.float32, mma_layout(COLUMNS))
+    mbarrier.wait(ring.qk_full.index(stage), phase)
+    s = begin_scores(tile_pieces(pair.qk_tiles, half + opaque), qk, zero, False)
+    mbarrier.wait(ring.do_v_full.index(stage), phase)
+    dp = zero
+    if HAS_DP:
+        dp = begin_scores(tile_pieces(pair.do_v_tiles, half + opaque), tile_pieces(ring.do_v_tiles, stage), zero, False)
+    return s, dp
 
 
 @gluon.jit

@@ -14,11 +14,11 @@ But key tiles wait for those of later programs too: the launch is cooperative, s
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import RECORD, decode, sequence_at
-from foci.backends.hopper.bwd_task_queue import QueryRuns, RoundQueryRuns, has_task, pop_task
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier, tma, tma_store
 from foci.backends.hopper.kernel_args import PackedTask, Task
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.smem import sequence_span
+from foci.backends.hopper.task_queue import QueryRuns, RoundQueryRuns, has_task, pop_key_task
 from foci.compat.gluon import begin_add
 
 
@@ -217,7 +217,7 @@ def reduce_dq_shares(sums, order, shares, bars, queue, params, c, WHICH: gl.cons
     tasks = 0
     before = 0
     while has_task(queue, tasks, 1):
-        task, runs = pop_task(queue, tasks, c, 1)
+        task, runs = pop_key_task(queue, tasks, c, 1)
         b, memory_b, kv_h, tile = task.b, task.memory_b, task.h, task.tile
         q_start, q_len, kv_start, kv_len = sequence_span(task, params.spans, size, c)
         count = count_query_tiles(runs) * group
