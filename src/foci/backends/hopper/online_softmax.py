@@ -18,7 +18,7 @@ from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.masking import ROWS, split_columns
 
-__all__ = ["broadcast_lanes", "eight_columns", "exp2_scores", "init_row_state", "read_row_max", "rescales_acc", "update_row_max"]
+__all__ = ["broadcast_lanes", "column_groups", "exp2_scores", "init_row_state", "read_row_max", "rescales_acc", "update_row_max"]
 
 # by how much a score may exceed the reference in base 2: 8.0 as PTX writes it
 SLACK = gl.constexpr("0f41000000")
@@ -104,16 +104,22 @@ def broadcast_lanes(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def eight_columns(y, N: gl.constexpr):
-    """Select the N-th eight columns of a tile [rows, n, 4, 2]: [rows, 4, 2]."""
-    z = y.permute((0, 2, 3, 1))
-    for i in gl.static_range(y.shape[1].bit_length() - 1):
-        even, odd = gl.split(z.reshape([ROWS, 4, 2, z.shape[3] // 2, 2]))
-        if (N >> i) & 1:
-            z = odd
-        else:
-            z = even
-    return z.reshape([ROWS, 4, 2])
+def column_groups(y):
+    """Split a tile [rows, n, 4, 2] into its n groups of eight columns, each [rows, 4, 2]."""
+    groups = (y.permute((0, 2, 3, 1)),)
+    for _ in gl.static_range(y.shape[1].bit_length() - 1):
+        # each split takes the lowest bit of a column group's number, so that numbers of odd groups follow those of even ones
+        evens = ()
+        odds = ()
+        for g in gl.static_range(len(groups)):
+            even, odd = gl.split(groups[g].reshape([ROWS, 4, 2, groups[g].shape[3] // 2, 2]))
+            evens = evens + (even,)
+            odds = odds + (odd,)
+        groups = evens + odds
+    result = ()
+    for g in gl.static_range(len(groups)):
+        result = result + (groups[g].reshape([ROWS, 4, 2]),)
+    return result
 
 
 @gluon.jit
@@ -124,9 +130,9 @@ def split_halves(y, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def lane_pair(y, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """Split the N-th eight columns into two values for each lane."""
-    first, second = gl.split(eight_columns(y, N))
+def lane_pair(columns, LAYOUT: gl.constexpr):
+    """Split eight columns [rows, 4, 2] into two values for each lane."""
+    first, second = gl.split(columns)
     return gl.convert_layout(first, LAYOUT, assert_trivial=True), gl.convert_layout(second, LAYOUT, assert_trivial=True)
 
 
@@ -191,10 +197,11 @@ def update_row_max(x, acc, row_state, total, factor, EXACT: gl.constexpr):
             )
         acc = (gl.convert_layout(a.reshape([ROWS, acc[0].shape[1]]), acc[0].type.layout, assert_trivial=True),)
     STATE: gl.constexpr = row_state[0].type.layout
-    row_max, exp_scale = lane_pair(r, 0, STATE)
-    shift, threshold = lane_pair(r, 1, STATE)
-    alpha, unused = lane_pair(r, 3, STATE)
-    total = gl.convert_layout(eight_columns(r, 2).reshape([ROWS, 8]), total.type.layout, assert_trivial=True)
+    groups = column_groups(r)
+    row_max, exp_scale = lane_pair(groups[0], STATE)
+    shift, threshold = lane_pair(groups[1], STATE)
+    alpha, unused = lane_pair(groups[3], STATE)
+    total = gl.convert_layout(groups[2].reshape([ROWS, 8]), total.type.layout, assert_trivial=True)
     return acc, alpha, (row_max, exp_scale, shift, threshold), total
 
 

@@ -6,7 +6,7 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import ROWS, split_columns
-from foci.backends.hopper.online_softmax import broadcast_lanes, eight_columns, exp2_scores, update_row_max
+from foci.backends.hopper.online_softmax import broadcast_lanes, column_groups, exp2_scores, update_row_max
 
 __all__ = [
     "pack_weights",
@@ -25,9 +25,10 @@ def sum_by_thread(p):
     """Sum the columns that each thread holds; threads combine once, at the end. Written out because `gl.sum` adds in pairs from Triton 3.8
     on, which keeps more exponentials in registers."""
     y, column, lane = split_columns(p)
-    total = eight_columns(y, 0)
-    for i in gl.static_range(1, p.shape[1] // 8):
-        total = total + eight_columns(y, i)
+    groups = column_groups(y)
+    total = groups[0]
+    for i in gl.static_range(1, len(groups)):
+        total = total + groups[i]
     return total.reshape([ROWS, 8])
 
 
