@@ -63,7 +63,6 @@ LEFT = {
     "backends/gpu/decode.py:attention_decode": 1,
     "backends/gpu/forward.py:attention_forward": 2,
     "backends/gpu/tile_tables.py:build_visits": 1,
-    "backends/hopper/backward_pass.py:HopperBackward._build_config": 1,
     "backends/hopper/bwd_preprocess.py:begin_gradients": 1,
     "backends/hopper/bwd_preprocess.py:finish_query_gradient": 1,
     "backends/hopper/bwd_tile_math.py:find_backward_task": 1,

@@ -419,11 +419,11 @@ class HopperBackward:
     ) -> Config:
         p = self.problem
         return make_config(
-            (
-                2, False, tiles.tile_q, tiles.tile_kv, tiles.stages, p.head_dim, self.widths[0], p.value_dim, self.widths[1], mode,
-                call.operands.cu_q is not None, call.is_plain, p.formula.dropout, p.formula.block_size is not None,
-                None, has_bits, None, p.q_heads != p.kv_heads, self.is_bounded_by_key, fused is not None and fused.defers, is_affine,
-            ),
+            CONSUMERS=2, OVERLAPPED=False, TILE_Q=tiles.tile_q, TILE_KV=tiles.tile_kv, STAGES=tiles.stages,
+            D=p.head_dim, D_PAD=self.widths[0], DV=p.value_dim, DV_PAD=self.widths[1], MODE=mode,
+            JAGGED=call.operands.cu_q is not None, PLAIN=call.is_plain, DROPOUT=p.formula.dropout, BLOCKS=p.formula.block_size is not None,
+            LOW=None, MASK_BITS=has_bits, PERSISTENT=None, GROUPED=p.q_heads != p.kv_heads, BOUNDED=self.is_bounded_by_key,
+            DEFERS_DQ=fused is not None and fused.defers, AFFINE=is_affine,
             DROPOUT_QUERIES=DROPOUT_QUERIES.get(tiles.tile_q) if fused is not None and p.formula.dropout else None,
             ROUND=fused is not None and fused.goes_round,
         )  # fmt: skip

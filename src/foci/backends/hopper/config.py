@@ -70,9 +70,9 @@ class MaskedTable(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def make_config(values: tuple[Any, ...] = (), **fields: int | str | None) -> Config:
-    """A configuration by its first fields in order, and others by name."""
-    return Config(*map(tl.constexpr, values), **{name: tl.constexpr(value) for name, value in fields.items()})
+def make_config(**fields: int | str | None) -> Config:
+    """A configuration of compile-time constants."""
+    return Config(**{name: tl.constexpr(value) for name, value in fields.items()})
 
 
 def without_mask(plan: Plan) -> Plan:
