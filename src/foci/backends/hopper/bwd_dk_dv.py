@@ -38,6 +38,8 @@ from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators,
 from foci.backends.hopper.smem import allocate_tiles, make_barriers, opaque_value, store_pieces, tile_pieces
 
 ROWS = gl.constexpr(64)
+# wider heads, D + Dv, leave no shared memory to stage dS in: the buffers of P take it
+STAGED_DIMS = gl.constexpr(448)
 
 
 class KeySmem(NamedTuple):
@@ -228,8 +230,7 @@ def accumulate_dk(dk, v, n, smem, ds_target, run, table, c):
     `ds_target`: as in `KeyContext`.
     """
     S: gl.constexpr = mma_layout(c.TILE_Q)
-    # the widest heads leave no shared memory to stage dS in
-    IN_PLACE: gl.constexpr = c.D_PAD + c.DV_PAD > 448
+    IN_PLACE: gl.constexpr = c.D_PAD + c.DV_PAD > STAGED_DIMS
     zero = gl.zeros([ROWS, c.TILE_Q], gl.float32, S)
     for i in range(0, run.count):
         stage = n % c.STAGES
@@ -360,8 +361,7 @@ def attention_key_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, c
     smem = KeySmem(pair, make_ring(q_tiles, do_tiles, lse_rows, delta_rows, c), handover)
     ds_store = ()
     if ds_scratch is not None:
-        if SPLIT and c.D_PAD + c.DV_PAD > 448:
-            # the widest heads stage dS in the buffers of P
+        if SPLIT and c.D_PAD + c.DV_PAD > STAGED_DIMS:
             staged = p_smem
         else:
             staged = gl.allocate_shared_memory(DTYPE, [c.TILE_KV // 32, ROWS, c.TILE_Q], smem_layout(ROWS, c.TILE_Q))
