@@ -161,6 +161,7 @@ def other_backends_in(module: str, source: str) -> set[tuple[str, str]]:
 
 
 BORROWED = {
+    ("foci.backends.aten", "blocked"),  # calls whose excluded positions hold NaN
     ("foci.backends.blocked.differentiable", "reference"),  # the plain formula, for sequences without rows or keys
 }
 

@@ -60,16 +60,10 @@ PROTOCOLS = {
 """Functions whose tuples torch prescribes."""
 
 LEFT = {
-    "backends/gpu/decode.py:attention_decode": 1,
-    "backends/gpu/forward.py:attention_forward": 2,
     "backends/gpu/tile_tables.py:build_visits": 1,
     "backends/hopper/bwd_preprocess.py:begin_gradients": 1,
     "backends/hopper/bwd_preprocess.py:finish_query_gradient": 1,
     "backends/hopper/bwd_tile_math.py:find_backward_task": 1,
-    "backends/hopper/forward.py:accumulate_in_turn": 1,
-    "backends/hopper/forward.py:accumulate_overlapped": 1,
-    "backends/hopper/forward.py:accumulate_tiles": 1,
-    "backends/hopper/softmax.py:softmax_tile": 1,
     "backends/triton/paged.py:PagedKernel.forward": 1,
 }
 """Places that are left to convert, by function. Numbers may only become smaller: lower a number, or delete its line, with the place."""

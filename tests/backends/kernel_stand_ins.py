@@ -17,10 +17,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.gpu import launch_builder, launch_list, portable_passes, tile_tables
+from foci.backends.gpu import launch_builder, launch_list, mend_launches, portable_passes, tile_tables
 from foci.backends.triton.kernel import build_kernel
 
-MODULES = {module: LAUNCHED[module] for module in (portable_passes, tile_tables)}
+MODULES = {module: LAUNCHED[module] for module in (portable_passes, mend_launches, tile_tables)}
 
 
 class Compiled:

@@ -1,16 +1,26 @@
-"""What excluded positions hold never contributes: NaN and infinities in their keys, values, queries and gradients. Three backends hold
-all of it, derivatives of every order included; the others what docs/masks-and-scores.md says. The reference is written out by hand, in float64."""
+"""What excluded positions hold never contributes: NaN and infinities in their keys, values, queries and gradients, on any backend, forward
+and in derivatives of every order. The reference is written out by hand, in float64."""
 
+import itertools
 import os
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import foci
 from foci.backends import excluded
 from foci.backends.cpu import build
 
-BACKENDS = ("cpu", "blocked", "reference")
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ("cpu", "blocked", "reference", *(("triton",) if _INTERPRETED else ()))
+ON_GPU = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("blocked", "triton", "hopper")]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def half_of(backend, device="cpu"):
+    """Triton's interpreter has no products of bfloat16."""
+    return torch.float16 if (backend, device) == ("triton", "cpu") else torch.bfloat16
 
 
 def attention(backend, tensors, **arguments):
@@ -66,45 +76,187 @@ PLACES = {
 }  # fmt: skip
 
 
-# SDPA-06, FLEX-05
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_excluded_positions_contribute_nothing(backend, mask, dtype, bad):
-    torch.manual_seed(0)
-    keep = MASKS[mask]
-    for place, (name, at) in PLACES.items():
+def check(backend, device, keep, mask, dtype, bad, *, width=24, heads=(2, 2), places=PLACES, has_lse=True, **options):
+    """Every result of attention whose excluded positions hold `bad`, one place after another, against the formula."""
+    length = keep.shape[0]
+    for place, (name, at) in places.items():
         if bad == torch.inf and name in ("key", "query"):
             continue  # an infinite score is -inf or NaN by the sign of its partner
-        named = {n: torch.randn(1, 2, LENGTH, 24).to(dtype) for n in ("query", "key", "value", "grad_out")}
+        shapes = {"query": heads[0], "key": heads[1], "value": heads[1], "grad_out": heads[0]}
+        named = {n: torch.randn(1, h, length, width).to(dtype) for n, h in shapes.items()}
         named[name][:, :, at, 5] = bad
-        leaves = [named[n].clone().requires_grad_() for n in ("query", "key", "value")]
-        out, aux = attention(backend, leaves, mask=lambda b, h, q, k: keep[q, k], return_aux=foci.AuxRequest(lse=True))
-        grads = torch.autograd.grad(out, leaves, named["grad_out"])
-        expected = by_hand([t.detach() for t in leaves], keep, named["grad_out"])
+        leaves = [named[n].to(device).requires_grad_() for n in ("query", "key", "value")]
+        if has_lse:
+            out, aux = attention(backend, leaves, mask=mask, return_aux=foci.AuxRequest(lse=True), **options)
+        else:
+            out = attention(backend, leaves, mask=mask, **options)
+        grads = torch.autograd.grad(out, leaves, named["grad_out"].to(device))
+        repeated = [named[n].repeat_interleave(heads[0] // heads[1], 1) if n != "query" else named[n] for n in ("query", "key", "value")]
+        expected = list(by_hand(repeated, keep, named["grad_out"]))
+        expected[3:] = [t.unflatten(1, (heads[1], -1)).sum(2) for t in expected[3:]]
         try:
-            compare((out, aux.lse, *grads), expected, 5e-6 if dtype is torch.float32 else 3e-2)
+            compare(
+                [t.cpu() for t in (out, aux.lse if has_lse else expected[1], *grads)], expected, 5e-6 if dtype is torch.float32 else 3e-2
+            )
         except AssertionError as error:
             raise AssertionError(f"{place}: {error}") from error
 
 
-# SDPA-03
+# SDPA-06, FLEX-05
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_score_of_minus_infinity_excludes_too(backend, dtype):
-    """As in a float mask."""
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_excluded_positions_contribute_nothing(backend, mask, dtype, bad):
+    torch.manual_seed(0)
+    keep = MASKS[mask]
+    dtype = dtype if dtype is torch.float32 else half_of(backend)
+    check(backend, "cpu", keep, lambda b, h, q, k: keep[q, k], dtype, bad)
+
+
+# SDPA-06
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_torch_kernels_leave_excluded_positions_out(device, dtype, bad):
+    """The backend aten, whose one mask is the causal one."""
+    torch.manual_seed(0)
+    check("aten", device, MASKS["causal"], foci.masks.causal(), dtype, bad, width=32, has_lse=False)
+
+
+# (mask as foci takes it, attended positions) by length: what GPU kernels tell apart
+FORMS = {
+    "causal": lambda n, device: (foci.masks.causal(), torch.ones(n, n, dtype=torch.bool).tril()),
+    "window": lambda n, device: (foci.masks.window(20), (torch.arange(n)[:, None] - torch.arange(n) <= 20).tril()),
+    "documents": lambda n, device: (
+        (lambda ids: lambda b, h, q, k: ids[q] == ids[k])((torch.arange(n) // 37).to(device)),
+        torch.arange(n)[:, None] // 37 == torch.arange(n) // 37,
+    ),
+    "padding": lambda n, device: (lambda b, h, q, k: k < 90, (torch.arange(n) < 90).expand(n, n)),
+    "blocks": lambda n, device: (
+        create_block_mask(lambda b, h, q, k: q >= k, 1, 1, n, n, device=device),
+        torch.ones(n, n, dtype=torch.bool).tril(),
+    ),
+    "nothing in some rows": lambda n, device: (
+        lambda b, h, q, k: (k < 90) & ((q < 40) | (q > 50)),
+        (torch.arange(n) < 90) & ((torch.arange(n)[:, None] < 40) | (torch.arange(n)[:, None] > 50)),
+    ),
+}
+SEVERAL = {**PLACES, "a value of a later tile": ("value", 290), "a key of a later tile": ("key", 290), "a late query": ("query", 230)}
+
+
+# SDPA-06, FLEX-05
+@pytest.mark.parametrize(("device", "backend"), ON_GPU)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [32, 64, 128, 256])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_every_kernel_leaves_excluded_positions_out(device, backend, form, width, bad):
+    torch.manual_seed(0)
+    mask, keep = FORMS[form](300, device)
+    check(backend, device, keep, mask, torch.bfloat16, bad, width=width, heads=(2, 1), places=SEVERAL)
+
+
+# SDPA-06, FLEX-05
+@pytest.mark.parametrize(("device", "backend"), ON_GPU)
+@pytest.mark.parametrize("score", ["alibi", "softcap", "-inf"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_scores_leave_excluded_positions_out(device, backend, score, bad):
+    """Scores without an effect under the formula: slopes of 0, a cap so high that nothing is capped, and -inf instead of a mask."""
     torch.manual_seed(0)
     keep = MASKS["documents"]
-    bias = torch.where(keep, 0.0, -torch.inf).to(dtype)
+    bias = torch.where(keep, 0.0, -torch.inf).to(device)
+    allowed = keep.to(device)
+    slopes = torch.zeros(2, device=device)
+    places = PLACES
+    if score == "-inf":
+        mask, function = None, lambda s, b, h, q, k: s + bias[q, k]
+        # -inf added to a NaN score is NaN, which excludes nothing
+        places = {place: at for place, at in PLACES.items() if at[0] in ("value", "grad_out")}
+    else:
+        mask = lambda b, h, q, k: allowed[q, k]
+        function = (lambda s, b, h, q, k: s + slopes[h] * (k - q)) if score == "alibi" else foci.scores.softcap(1e4)
+    check(backend, device, keep, mask, torch.bfloat16, bad, width=64, places=places, score=function)
+
+
+# SDPA-06
+@pytest.mark.parametrize(("device", "backend"), [("cpu", name) for name in BACKENDS] + ON_GPU)
+@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_decoding_leaves_unused_slots_out(device, backend, rows, bad):
+    """A cache whose later slots hold anything: split-KV kernels."""
+    torch.manual_seed(0)
+    length, used = (300, 130) if device == "cpu" else (4096, 1500)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    query, key, value = (torch.randn(2, h, n, 64).to(dtype) for h, n in ((8, rows), (2, length), (2, length)))
+    value[:, :, used:, 3] = bad
+    if bad is torch.nan:
+        key[:, :, used:, 3] = bad
+    with torch.no_grad():
+        out = attention(backend, [t.to(device) for t in (query, key, value)], mask=lambda b, h, q, k: k < used)
+    clean = [t[:, :, :used].repeat_interleave(4, 1) for t in (key, value)]
+    expected = by_hand((query, *clean), torch.ones(rows, used, dtype=torch.bool), torch.zeros_like(query))[0]
+    torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+# JAG-01
+@pytest.mark.parametrize(("device", "backend"), [("cpu", name) for name in BACKENDS] + ON_GPU)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_packed_sequences_leave_excluded_positions_out(device, backend, bad):
+    torch.manual_seed(0)
+    width, offsets = (24, [0, 37, 50]) if device == "cpu" else (64, [0, 300, 301, 470])
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    at = torch.tensor(offsets, dtype=torch.int32, device=device)
+    for name, place in (("value", 30), ("key", 30), ("grad_out", 20), ("query", 20)):
+        if bad == torch.inf and name in ("key", "query"):
+            continue
+        named = {n: torch.randn(offsets[-1], 2, width).to(dtype) for n in ("query", "key", "value", "grad_out")}
+        named[name][place, :, 5] = bad
+        leaves = [named[n].to(device).requires_grad_() for n in ("query", "key", "value")]
+        longest = max(b - a for a, b in itertools.pairwise(offsets))
+        if backend == "cpu" and build.obstacle() is not None:
+            pytest.skip(str(build.obstacle()))
+        with foci.use(backend):
+            out = foci.varlen_attn(*leaves, at, at, longest, longest, window_size=(-1, 0))
+        grads = torch.autograd.grad(out, leaves, named["grad_out"].to(device))
+        for start, stop in itertools.pairwise(offsets):
+            parts = [t[start:stop].movedim(0, 1)[None] for t in named.values()]
+            keep = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            expected = by_hand(parts[:3], keep, parts[3])
+            actual = [t[start:stop].movedim(0, 1)[None].cpu() for t in (out, *grads)]
+            for a, b in zip(actual, (expected[0], *expected[2:]), strict=True):
+                a, finite = a.double(), b.isfinite()
+                assert torch.equal(a.isfinite(), finite), name
+                torch.testing.assert_close(a[finite], b[finite], atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+# SDPA-03
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_a_score_of_minus_infinity_excludes_too(backend, dtype, is_learned):
+    """As in a float mask, whose own gradient is 0 there."""
+    torch.manual_seed(0)
+    dtype = dtype if dtype is torch.float32 else half_of(backend)
+    tolerance = 5e-6 if dtype is torch.float32 else 3e-2
+    keep = MASKS["documents"]
+    bias = torch.where(keep, 0.0, -torch.inf).to(dtype).requires_grad_(is_learned)
     named = {n: torch.randn(1, 2, LENGTH, 24).to(dtype) for n in ("query", "key", "value", "grad_out")}
     named["value"][:, :, 100, 5] = torch.nan
     named["grad_out"][:, :, 10, 3] = torch.inf
     leaves = [named[n].clone().requires_grad_() for n in ("query", "key", "value")]
     out, aux = attention(backend, leaves, bias=bias, return_aux=foci.AuxRequest(lse=True))
-    grads = torch.autograd.grad(out, leaves, named["grad_out"])
+    grads = torch.autograd.grad(out, [*leaves, *([bias] if is_learned else [])], named["grad_out"])
     expected = by_hand([t.detach() for t in leaves], keep, named["grad_out"])
-    compare((out, aux.lse, *grads), expected, 5e-6 if dtype is torch.float32 else 3e-2)
+    compare((out, aux.lse, *grads[:3]), expected, tolerance)
+    if is_learned:
+        query, key, value, grad_out = (t.double() for t in named.values())
+        weights = torch.where(keep, query @ key.mT * 24**-0.5, -torch.inf).softmax(-1)
+        through = weights * (grad_out @ value.mT - (expected[0] * grad_out).sum(-1, keepdim=True))
+        finite, exact = through.isfinite().all(1)[0], torch.where(keep, through.sum(1)[0], 0.0)
+        assert torch.equal(grads[3][~keep], torch.zeros_like(grads[3][~keep]))
+        torch.testing.assert_close(grads[3].double()[keep & finite], exact[keep & finite], atol=2 * tolerance, rtol=tolerance)
+        assert not grads[3][keep & ~finite].isfinite().any()
 
 
 # Derivatives beyond the first, and forward mode, which every backend leaves to one composite of differentiable functions
@@ -180,7 +332,6 @@ def test_products_of_the_formula_have_the_right_derivatives():
 
 # What every backend holds; slots of pages that no row uses are in tests/api/test_paged.py ---------
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EVERYWHERE = [
     *(("cpu", name) for name in ("reference", "aten", "blocked", "cpu", *(("triton",) if _INTERPRETED else ()))),
     *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("reference", "aten", "blocked", "triton", "hopper")),

@@ -6,7 +6,8 @@
 | cuda | `_scaled_dot_product_flash_attention` | float16 and bfloat16 from sm_80, grouped heads |
 | cuda | `_scaled_dot_product_efficient_attention` | float32, without gradients, which it would sum in no fixed order |
 
-cuDNN is left out: it builds a plan for every new shape, which a first call of each length would wait for.
+cuDNN is left out: it builds a plan for every new shape, which a first call of each length would wait for. Where torch's kernel lets NaN of
+an excluded position through, the backend `blocked` computes the call once more.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from foci.backends import blocked
 from foci.backends.causal import is_causal
 from foci.backends.contract import Backend, Kernel, Plan
+from foci.backends.excluded import has_not_finite
 from foci.backends.sequences import is_empty, without_keys
 from foci.compat.aten import EFFICIENT_FORWARD, FLASH_BACKWARD, FLASH_CPU_BACKWARD, FLASH_CPU_FORWARD, FLASH_FORWARD, Absent
 from foci.problem import Cotangents, Gradients, Layout, Operands, Problem, Results, Target, empty_out, result_strides
@@ -246,11 +249,14 @@ def _unsupported(problem: Problem) -> str | None:
 class _Kernel(Kernel):
     problem: Problem
     op: _Op
+    exact: Kernel  # of `blocked`
 
     def forward(self, operands: Operands, /) -> Results:
         if is_empty(operands):  # torch's kernel for the CPU divides by zero
             return without_keys(operands, self.problem.formula.outputs)
         out, lse = self.op.forward(self._call(operands))
+        if self._lets_through(out):
+            return self.exact.forward(operands)
         query = operands.query
         wanted = result_strides(query.shape, query.stride(), out.shape[3])
         if any(n > 1 and a != b for n, a, b in zip(out.shape, out.stride(), wanted, strict=True)):
@@ -266,10 +272,19 @@ class _Kernel(Kernel):
             grads: tuple[Tensor, ...] = tuple(torch.zeros_like(t) for t in (operands.query, operands.key, operands.value))
         else:
             grads = self.op.backward(self._call(operands), _unit(cotangents.out), results.out, results.lse)
+            if self._lets_through(*grads):
+                return self.exact.backward(operands, results, cotangents)
             if operands.scale <= 0:
                 grads = (grads[0] * _sign(operands.scale), *grads[1:])
         query, key, value = (grad if on else None for grad, on in zip(grads, asked, strict=True))
         return Gradients(query, key, value)
+
+    def _lets_through(self, *results: Tensor) -> bool:
+        """Whether results may hold NaN of excluded positions, which torch's operators multiply by weights of 0. A GPU is waited for; while
+        a CUDA graph is captured there is nothing to wait for."""
+        if not is_causal(self.problem.variant) or (results[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        return has_not_finite(*results)
 
     def _call(self, operands: Operands) -> _Call:
         query, scale = operands.query, operands.scale
@@ -319,7 +334,7 @@ class _Aten(Backend):
     def build(self, plan: Plan, /) -> _Kernel:
         op = _op_for(plan.problem, plan.target)
         assert isinstance(op, _Op)
-        return _Kernel(plan.problem, op)
+        return _Kernel(plan.problem, op, blocked.BACKEND.build(plan))
 
 
 BACKEND = _Aten()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Final
 
 from foci.backends.causal import is_causal
@@ -12,10 +13,15 @@ from foci.ir.expr import Expr, const
 from foci.problem import Layout, Problem
 from foci.variant import Variant
 
-__all__ = ["MAX_MASK_BYTES", "find_pair_loads", "mask_bytes", "score_kind", "tile_bytes"]
+__all__ = ["MAX_MASK_BYTES", "find_pair_loads", "mask_bytes", "may_exclude", "score_kind", "tile_bytes"]
 
 MAX_MASK_BYTES: Final = 1 << 26
 """Most bytes of the mask bits of partial tiles. If they take more, kernels evaluate the mask function instead."""
+_FINITE: Final = frozenset(
+    ("var", "param", "cast", "neg", "abs", "sign", "add", "sub", "mul", "div", "min", "max", "floor", "ceil", "round", "trunc")
+    + ("sin", "cos", "tanh", "sigmoid", "erf", "where", "eq", "ne", "lt", "le", "and", "or", "xor", "not")
+)
+"""Operations whose result is finite if their operands are."""
 
 
 def score_kind(problem: Problem) -> str:
@@ -47,6 +53,27 @@ def score_kind(problem: Problem) -> str:
 def tile_bytes(variant: Variant) -> int:
     """Bytes that each score reads from captured tensors at indices that depend on both q_idx and kv_idx."""
     return sum(variant.captures[int(str(e.value))].dtype.itemsize for e in find_pair_loads(variant.score) | find_pair_loads(variant.mask))
+
+
+@functools.lru_cache(maxsize=1024)
+def may_exclude(variant: Variant, block_size: tuple[int, int] | None) -> bool:
+    """Whether the mask, the caller's blocks or a score of -inf may exclude a position. False only where that is certain."""
+    return block_size is not None or variant.mask != const(True) or not _is_finite(variant.score, variant)
+
+
+def _is_finite(e: Expr, variant: Variant) -> bool:
+    """Whether an expression is finite for finite scores, sums and products that overflow apart."""
+    if e.op == "const":
+        return math.isfinite(float(str(e.value)))
+    if e.op == "load" and not e.variables() & {"q_idx", "kv_idx"}:
+        return True  # of a head alone, as ALiBi's slopes: it says nothing of a position
+    if e.op == "load":
+        return not variant.captures[int(str(e.value))].dtype.is_floating_point and all(_is_finite(a, variant) for a in e.args)
+    if e.op == "div" and e.args[1].op not in ("const", "param"):
+        return False
+    # of a head alone: no distance makes it overflow
+    is_known = e.op in _FINITE or (e.op in ("exp", "exp2") and not e.variables() & {"score", "q_idx", "kv_idx"})
+    return is_known and all(_is_finite(a, variant) for a in e.args)
 
 
 def find_pair_loads(expr: Expr) -> set[Expr]:

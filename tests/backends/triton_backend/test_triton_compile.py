@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from foci.backends.gpu import kernel, portable_passes, precompile, tile_tables  # noqa: E402
+from foci.backends.gpu import kernel, mend_launches, portable_passes, precompile, tile_tables  # noqa: E402
 from foci.backends.gpu.architectures import find  # noqa: E402
 from foci.backends.gpu.schedules import shared_bytes  # noqa: E402
 from foci.backends.gpu.tensor_descriptors import describe_layout  # noqa: E402
@@ -158,6 +158,10 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
         for kind in kinds_of(one.name, attention):
             bound = shared_bytes(kind, attention.schedules[kind], attention.builder.dims, 2, **attention.builder.read)
             assert one.shared <= bound, (one.name, kind)
+        if one.name.startswith("mend"):
+            # it computes anything only where results hold a NaN
+            assert one.stack is None or one.stack <= 1024, one.name
+            continue
         if one.stack is not None:
             assert one.stack <= case.get("stack", 1024), one.name
         if (name, one.name, arch) in PAIRS:
@@ -177,7 +181,7 @@ def test_kernels_compile_within_bounds(name, arch, stand_in, monkeypatch):
 @pytest.mark.slow
 def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monkeypatch):
     """No loop is for the tile that overhangs a sequence, whose end a descriptor knows."""
-    kernels = stand_in({portable_passes: LAUNCHED[portable_passes]}, 90)
+    kernels = stand_in({module: LAUNCHED[module] for module in (portable_passes, mend_launches)}, 90)
     for name in LAUNCHED[tile_tables]:
         monkeypatch.setattr(tile_tables, name, KeyNoting(getattr(tile_tables, name), []))
     counts = []
@@ -187,7 +191,7 @@ def test_packed_passes_are_made_of_as_many_products_as_dense_ones(stand_in, monk
         launch(case, 90)
         counts.append({one.name: one.ptx.count("wgmma.mma_async") for one in kernels})
     dense, packed = counts
-    assert len(packed) == 3
+    assert len(packed) == 5
     assert packed == dense
 
 

@@ -36,13 +36,15 @@ def kernel_and_operands(score=None, mask=None, shape=(2, 4, 1000, 64), dtype=tor
 
 
 def compiled_kernels():
-    from foci.backends.gpu import backward, forward, tile_table_kernels
+    from foci.backends.gpu import backward, forward, mend, row_stats, tile_table_kernels
 
     jitted = (
         forward.attention_forward,
         backward.attention_query_gradient,
         backward.attention_key_gradient,
-        backward.prepare_rows,
+        row_stats.prepare_rows,
+        mend.mend_rows,
+        mend.mend_gradients,
         tile_table_kernels.list_tiles,
     )
     return sum(len(cache[0]) for function in jitted for cache in function.device_caches.values())

@@ -10,14 +10,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITCallable  # noqa: E402
 
-from foci.backends.gpu import backward, forward, tile_tables, tiles  # noqa: E402
+from foci.backends.gpu import backward, forward, mend, row_stats, tile_tables, tiles  # noqa: E402
 from foci.backends.gpu.triton_cache_key import fill_cache_keys  # noqa: E402
 
 KERNELS = (
     forward.attention_forward,
     backward.attention_key_gradient,
     backward.attention_query_gradient,
-    backward.prepare_rows,
+    row_stats.prepare_rows,
+    mend.mend_rows,
+    mend.mend_gradients,
     tile_tables.classify_tiles,
 )
 
@@ -27,7 +29,7 @@ def unasked(monkeypatch):
     """A function that has every function of these modules as if nobody had asked for its key."""
 
     def forget():
-        for module in (forward, backward, tile_tables, tiles):
+        for module in (forward, backward, mend, row_stats, tile_tables, tiles):
             for function in vars(module).values():
                 if isinstance(function, JITCallable):
                     monkeypatch.setattr(function, "hash", None)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.excluded_products import exact_product, finite_part, report_nan, report_none
+from foci.backends.gpu.row_stats import load_row_stats, prepare_row_stats
 from foci.backends.gpu.tiles import (
     FORCED,
     LOG2E,
@@ -31,6 +33,7 @@ from foci.backends.gpu.tiles import (
     affine_line,
     clear_gaps,
     decode,
+    every_tile,
     find_for_gradient,
     keep_tile,
     load_streamed_tile,
@@ -105,6 +108,19 @@ class KeyTile(NamedTuple):
     affine: Any  # (start, slope per key, slope per query) of an affine score function
 
 
+class KeyPlace(NamedTuple):
+    """Where a task's keys are."""
+
+    b: Any  # batch entry or sequence
+    memory_b: Any  # batch entry in memory
+    kv_h: Any
+    task: Any
+    q_start: Any  # first query of the sequence in memory
+    q_len: Any
+    kv_start: Any  # first key of the sequence in memory
+    kv_len: Any
+
+
 class QueryStream(NamedTuple):
     """Queries, gradients of out and row statistics, in memory, and which gradients are computed from them."""
 
@@ -114,40 +130,6 @@ class QueryStream(NamedTuple):
     delta: Any
     DK: Any  # a `tl.constexpr`, as DV
     DV: Any
-
-
-@triton.jit
-def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
-    """Compute (lse in base 2, delta) of a tile of rows and store them to `lse2` and `delta`. Rows without keys get lse2 = inf, so that
-    their weights are 0."""
-    # issue this load before waiting for the tiles
-    lse_nat = tl.load(lse + at, mask=inside, other=float("-inf"))
-    d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if dlse is not None:
-        # whatever flows into the logsumexp of a row that attends to nothing reaches nothing
-        d -= tl.where(lse_nat == float("-inf"), 0.0, tl.load(dlse + at, mask=inside, other=0.0))
-    # a huge lse is too coarse to recompute weights from: such rows pass no gradient on, instead of an infinite one
-    base2 = tl.where((lse_nat == float("-inf")) | (tl.abs(lse_nat) > 1e9), float("inf"), lse_nat * LOG2E)
-    tl.store(lse2 + at, base2, mask=inside)
-    tl.store(delta + at, d, mask=inside)
-    return base2, d
-
-
-@triton.jit
-def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
-    """`prepare_row_stats` as a kernel, for a backward without dq."""
-    tiles = tl.cdiv(decode(size.rows), c.TILE_Q)
-    bh = tl.program_id(0) // tiles
-    first = (tl.program_id(0) - bh * tiles) * c.TILE_Q
-    b = bh // decode(size.heads)
-    h = bh - b * decode(size.heads)
-    limit = decode(size.rows) - first
-    offsets = tile_offsets(strides.out, c, c.TILE_Q, c.DV_PAD)
-    o = load_tile(rows_pointer(out, strides.out, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-    offsets = tile_offsets(strides.dout, c, c.TILE_Q, c.DV_PAD)
-    do = load_tile(rows_pointer(dout, strides.dout, b, h, first, c), offsets, limit, True, c.TILE_Q, c.DV, c.DV_PAD)
-    at = bh.to(tl.int64) * decode(size.rows) + first + tl.arange(0, c.TILE_Q)
-    prepare_row_stats(o, do, lse, dlse, lse2, delta, at, tl.arange(0, c.TILE_Q) < limit)
 
 
 @triton.jit
@@ -184,24 +166,27 @@ def recompute_weights(
 
 
 @triton.jit
-def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr):
-    """ds = p * dp * slope, dp already without delta. CLEAN: a masked position may have an infinite slope."""
+def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr, EXACT: tl.constexpr):
+    """ds = p * dp * slope, dp already without delta. CLEAN: a masked position may have an infinite slope. EXACT: or a dp that is NaN."""
     ds = p * dp
     if not c.PLAIN:
         ds = ds * slope
-        if CLEAN:
-            ds = tl.where(p == 0.0, 0.0, ds)
+    if EXACT or (CLEAN and not c.PLAIN):
+        ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
 @triton.jit
-def accumulate_dq(dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
-    """Accumulate the tiles of a `TileRun` into dq of one tile of queries. `kv`: `KeysValues`. `queries`: `QueryTile`."""
+def accumulate_dq(
+    dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr
+):
+    """Accumulate the tiles of a `TileRun` into dq of one tile of queries. `kv`: `KeysValues`. `queries`: `QueryTile`. EXACT: what excluded
+    positions hold reaches nothing."""
     b, h, memory_b, q_idx = queries.b, queries.h, queries.memory_b, queries.q_idx
     q_len, kv_len = queries.q_len, queries.kv_len
     head = HeadRows(memory_b, queries.kv_h, queries.kv_start, kv_len)
     tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
-    for i in tl.range(run.low, run.high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+    for i in tl.range(run.low, run.high, num_stages=1 if EXACT or (EDGE and not MASKED) else c.STAGES):
         kv_first = tile_start(tile, c, c.TILE_KV)
         current = tile
         tile = nth_visited(args.table, run.row, i + 1, run.first, run.before, run.gap, c)
@@ -218,14 +203,18 @@ def accumulate_dq(dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.co
             dp = tl.where(keep_tile(args.numbers, b, h, q_idx, kv_first, c.TILE_KV), dp * args.numbers.keep_factor, 0.0)
         dp = with_flow(dp, args.numbers, b, h, memory_b, q_idx, kv_first + tl.arange(0, c.TILE_KV)[None, :], q_len, kv_len)
         # dS = P * slope * (dP - delta), then dQ += dS K
-        ds = score_gradient(p, dp - queries.delta[:, None], slope, c, MASKED or EDGE)
+        ds = score_gradient(p, dp - queries.delta[:, None], slope, c, MASKED or EDGE, EXACT)
+        if EXACT:
+            # where a key that is attended to is not finite, lse is NaN, and so is ds
+            keys = finite_part(keys)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
     return dq
 
 
 @triton.jit
-def attention_query_gradient(q, k, v, inputs, dq, args, c, both: tl.constexpr, mask: tl.constexpr):
-    """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads. `inputs`: `RowInputs`."""
+def attention_query_gradient(q, k, v, inputs, dq, flags, args, c, both: tl.constexpr, mask: tl.constexpr):
+    """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads. `inputs`: `RowInputs`.
+    `flags`: see `excluded_products.report_nan`."""
     strides, size, spans, table = args.strides, args.size, args.spans, args.table
     place = find_for_gradient(size, spans, c, True)
     b, memory_b, h, task = place.b, place.memory_b, place.h, place.task
@@ -234,6 +223,7 @@ def attention_query_gradient(q, k, v, inputs, dq, args, c, both: tl.constexpr, m
         if place.tile == 0:
             packed = PackedRows(spans.q_start, spans.q_length, spans.sequences, decode(size.rows))
             clear_gaps(dq, strides.dq, packed, memory_b, h, c, 16, c.D, c.D_PAD)
+        report_none(flags)
         return
     kv_h = h // decode(size.group)
     first = place.tile * c.TILE_Q
@@ -263,48 +253,28 @@ def attention_query_gradient(q, k, v, inputs, dq, args, c, both: tl.constexpr, m
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     run = TileRun(tiles.row, tiles.full_first, tiles.full, tiles.full * 0, tiles.full * 0, tiles.full)
-    acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, False, False)
+    acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, False, False, False)
     part_inside = tiles.part
     if not EDGE:
         last = nth_visited(table, tiles.row, tl.maximum(tiles.part - 1, 0), tiles.part_first, tiles.before, tiles.gap, c)
         part_inside = tiles.part - tl.where((tiles.part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
     run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, part_inside * 0, part_inside)
-    acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, MASKED, EDGE)
+    acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, MASKED, EDGE, False)
     if not EDGE:
         run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, part_inside, tiles.part)
-        acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, True, True)
-    sign = -1.0 if c.NEGATIVE else 1.0
-    pointer = rows_pointer(dq, strides.dq, memory_b, h, q_start + first, c)
-    store = tile_offsets(strides.dq, c, c.TILE_Q, c.D_PAD)
-    inside = (rows < q_len)[:, None] & (tl.arange(0, c.D_PAD)[None, :] < c.D)
-    tl.store(pointer + store, (acc * (args.numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside)
+        acc = accumulate_dq(acc, KeysValues(k, v), queries, run, args, c, both, mask, True, True, False)
+    store_dq(acc, dq, queries, first, rows, q_start, args, c)
+    report_nan(flags, acc)
 
 
 @triton.jit
-def load_row_stats(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
-    """Load (lse2, delta) of a tile of rows; inf and 0 past the end. Row 0 is at offset `at`."""
-    if c.TILE_Q <= 64:
-        # fewer rows than threads: loaded as one [rows, 2] tile each value is fetched once; as two vectors every thread fetches all it
-        # needs. Programs with many keys have threads to load every value twice
-        TWICE: tl.constexpr = c.TILE_KV >= 128
-        side = tl.arange(0, 4 if TWICE else 2)[None, :] % 2
-        distance = (delta.to(tl.int64) - lse2.to(tl.int64)) // 4
-        pair = lse2 + at + rows[:, None] + side * distance
-        if EDGE:
-            inside = (rows < q_len)[:, None]
-            pairs = tl.where(inside, tl.load(pair, mask=inside, other=0.0), tl.where(side == 0, float("inf"), 0.0))
-        else:
-            pairs = tl.load(pair)
-        if TWICE:
-            row_lse, row_delta = tl.split(tl.reshape(pairs, [c.TILE_Q, 2, 2]))
-            return tl.split(row_lse)[0], tl.split(row_delta)[0]
-        else:
-            return tl.split(pairs)
-    elif EDGE:
-        row_lse = tl.load(lse2 + at + rows, mask=rows < q_len, other=float("inf"))
-        return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
-    else:
-        return tl.load(lse2 + at + rows), tl.load(delta + at + rows)
+def store_dq(acc, dq, queries, first, rows, q_start, args, c):
+    """Scale and store `rows` of dq, which begin at row `first`."""
+    sign = -1.0 if c.NEGATIVE else 1.0
+    pointer = rows_pointer(dq, args.strides.dq, queries.memory_b, queries.h, q_start + first, c)
+    store = tile_offsets(args.strides.dq, c, rows.shape[0], c.D_PAD)
+    inside = (rows < queries.q_len)[:, None] & (tl.arange(0, c.D_PAD)[None, :] < c.D)
+    tl.store(pointer + store, (acc * (args.numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -323,12 +293,12 @@ def key_product(queries, k, kv_slope, c):
     relative to the first key, is the initial accumulator."""
     if c.AFFINE:
         sign = -1.0 if c.NEGATIVE else 1.0
-        seed_columns = tl.arange(0, c.TILE_KV).to(tl.float32) * (kv_slope * sign)
+        seed_columns = tl.arange(0, k.shape[0]).to(tl.float32) * (kv_slope * sign)
         if c.TURNED:
-            seed = tl.broadcast_to(seed_columns[None, :], [c.TILE_Q, c.TILE_KV])
+            seed = tl.broadcast_to(seed_columns[None, :], [c.TILE_Q, k.shape[0]])
             return tl.dot(queries, tl.trans(k), seed, input_precision=c.PRECISION)
         else:
-            seed = tl.broadcast_to(seed_columns[:, None], [c.TILE_KV, c.TILE_Q])
+            seed = tl.broadcast_to(seed_columns[:, None], [k.shape[0], c.TILE_Q])
             return tl.dot(k, tl.trans(queries), seed, input_precision=c.PRECISION)
     elif c.TURNED:
         return tl.dot(queries, tl.trans(k), input_precision=c.PRECISION)
@@ -346,18 +316,21 @@ def transpose_scores(x, c):
 
 
 @triton.jit
-def accumulate_dk_dv(grads, stream, keys, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+def accumulate_dk_dv(
+    grads, stream, keys, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr
+):
     """Accumulate the tiles of a `TileRun` of one head's queries into `grads`, (dk, dv) of one tile of keys. `stream`: `QueryStream`.
-    `keys`: `KeyTile`."""
+    `keys`: `KeyTile`. EXACT: what excluded positions hold reaches nothing."""
     dk, dv = grads
     b, h, memory_b, affine = keys.b, keys.h, keys.memory_b, keys.affine
     q_len, kv_len = keys.q_len, keys.kv_len
     head = HeadRows(memory_b, h, keys.q_start, q_len)
     KEY_AXIS: tl.constexpr = 0 if c.TURNED else 1
     ROW_AXIS: tl.constexpr = 1 if c.TURNED else 0
-    kv_idx = tl.expand_dims(keys.first + tl.arange(0, c.TILE_KV), KEY_AXIS)
+    KEYS: tl.constexpr = keys.k.shape[0]
+    kv_idx = tl.expand_dims(keys.first + tl.arange(0, KEYS), KEY_AXIS)
     tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
-    for i in tl.range(run.low, run.high, num_stages=1 if EDGE and not MASKED else c.STAGES):
+    for i in tl.range(run.low, run.high, num_stages=1 if EXACT or (EDGE and not MASKED) else c.STAGES):
         q_first = tile_start(tile, c, c.TILE_Q)
         current = tile
         tile = nth_visited(args.table, run.row, i + 1, run.first, run.before, run.gap, c)
@@ -377,15 +350,18 @@ def accumulate_dk_dv(grads, stream, keys, run, args, c, both: tl.constexpr, mask
         douts = load_streamed_tile(stream.do, args.strides.dout, head, q_first, c, EDGE, c.TILE_Q, c.DV, c.DV_PAD)
         if c.DROPOUT:
             # mark dropped weights by their sign until both products are done: a separate tile of bits would spill
-            keep = transpose_scores(keep_tile(args.numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], keys.first, c.TILE_KV), c)
+            keep = transpose_scores(keep_tile(args.numbers, b, h, tl.minimum(rows, q_len - 1)[:, None], keys.first, KEYS), c)
             p = tl.where(keep, p, -p)
         if stream.DV:
             # dV += P^T dO
             dropped = p
             if c.DROPOUT:
                 dropped = tl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            dropped = dropped.to(douts.dtype)
-            dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
+            if EXACT:
+                dv = exact_product(tl.trans(dropped) if c.TURNED else dropped, douts, dv, c.PRECISION)
+            else:
+                dropped = dropped.to(douts.dtype)
+                dv = tl.dot(tl.trans(dropped) if c.TURNED else dropped, douts, dv, input_precision=c.PRECISION)
         if stream.DK:
             # dS = P * slope * (dP - delta), then dK += dS^T Q
             dp = value_product(douts if c.TURNED else keys.v, keys.v if c.TURNED else douts, row_delta, ROW_AXIS, c)
@@ -393,15 +369,19 @@ def accumulate_dk_dv(grads, stream, keys, run, args, c, both: tl.constexpr, mask
                 dp = tl.where(p > 0.0, dp * args.numbers.keep_factor, 0.0) - tl.expand_dims(row_delta, ROW_AXIS)
                 p = tl.abs(p)
             dp = with_flow(dp, args.numbers, b, h, memory_b, tl.expand_dims(rows, ROW_AXIS), kv_idx, q_len, kv_len)
-            ds = score_gradient(p, dp, slope, c, MASKED or EDGE).to(queries.dtype)
+            ds = score_gradient(p, dp, slope, c, MASKED or EDGE, EXACT).to(queries.dtype)
+            if EXACT:
+                # where a query attends to this key and is not finite, its lse is NaN, and so is ds
+                queries = finite_part(queries)
             dk = tl.dot(tl.trans(ds) if c.TURNED else ds, queries, dk, input_precision=c.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexpr, mask: tl.constexpr):
-    """dk and dv of one tile of keys, summed over the query heads that share it. `stats`: `RowStats`. `grads`: `KeyGradients`."""
-    strides, size, spans, table = args.strides, args.size, args.spans, args.table
+def attention_key_gradient(q, k, v, do, stats, grads, flags, args, c, both: tl.constexpr, mask: tl.constexpr):
+    """dk and dv of one tile of keys, summed over the query heads that share it. `stats`: `RowStats`. `grads`: `KeyGradients`.
+    `flags`: see `excluded_products.report_nan`; dv holds a NaN only where dk does."""
+    strides, size, spans = args.strides, args.size, args.spans
     place = find_for_gradient(size, spans, c, False)
     b, memory_b, kv_h, task = place.b, place.memory_b, place.h, place.task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
@@ -412,32 +392,46 @@ def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexp
                 clear_gaps(grads.dk, strides.dk, packed, memory_b, kv_h, c, 16, c.D, c.D_PAD)
             if grads.dv is not None:
                 clear_gaps(grads.dv, strides.dv, packed, memory_b, kv_h, c, 16, c.DV, c.DV_PAD)
+        report_none(flags)
         return
     first = place.tile * c.TILE_KV
-    limit = kv_len - first
-    k_offsets = tile_offsets(strides.k, c, c.TILE_KV, c.D_PAD)
-    v_offsets = tile_offsets(strides.v, c, c.TILE_KV, c.DV_PAD)
-    k_tile = load_tile(rows_pointer(k, strides.k, memory_b, kv_h, kv_start + first, c), k_offsets, limit, True, c.TILE_KV, c.D, c.D_PAD)
     DK: tl.constexpr = grads.dk is not None
     DV: tl.constexpr = grads.dv is not None
+    keys = KeyPlace(b, memory_b, kv_h, task, q_start, q_len, kv_start, kv_len)
+    dk_acc, dv_acc = sum_key_gradients(
+        KeysValues(k, v), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, first, args, c, both, mask, c.TILE_KV, False
+    )
+    store_key_gradients((dk_acc, dv_acc), grads, keys, first, args, c, c.TILE_KV)
+    report_nan(flags, dk_acc if DK else dv_acc)
+
+
+@triton.jit
+def sum_key_gradients(kv, stream, place, first, args, c, both: tl.constexpr, mask: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr):
+    """(dk, dv) of KEYS keys from key `first` on, summed over the query heads that share them. `kv`: `KeysValues`. `stream`: `QueryStream`.
+    `place`: `KeyPlace`. EXACT: what excluded positions hold reaches nothing."""
+    strides, size, table = args.strides, args.size, args.table
+    b, memory_b, kv_h, q_start, q_len = place.b, place.memory_b, place.kv_h, place.q_start, place.q_len
+    kv_start, kv_len = place.kv_start, place.kv_len
+    limit = kv_len - first
+    k_offsets = tile_offsets(strides.k, c, KEYS, c.D_PAD)
+    v_offsets = tile_offsets(strides.v, c, KEYS, c.DV_PAD)
+    k_tile = load_tile(rows_pointer(kv.k, strides.k, memory_b, kv_h, kv_start + first, c), k_offsets, limit, True, KEYS, c.D, c.D_PAD)
     v_tile = 0.0
     dk_acc = 0.0
     dv_acc = 0.0
-    if DK:
-        v_tile = load_tile(
-            rows_pointer(v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, c.TILE_KV, c.DV, c.DV_PAD
-        )
-        dk_acc = tl.zeros([c.TILE_KV, c.D_PAD], tl.float32)
-    if DV:
-        dv_acc = tl.zeros([c.TILE_KV, c.DV_PAD], tl.float32)
+    if stream.DK:
+        v_tile = load_tile(rows_pointer(kv.v, strides.v, memory_b, kv_h, kv_start + first, c), v_offsets, limit, True, KEYS, c.DV, c.DV_PAD)
+        dk_acc = tl.zeros([KEYS, c.D_PAD], tl.float32)
+    if stream.DV:
+        dv_acc = tl.zeros([KEYS, c.DV_PAD], tl.float32)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     for member in range(0, decode(size.group)):
         h = kv_h * decode(size.group) + member
         stats_start = (memory_b * decode(size.heads) * decode(size.group) + h).to(tl.int64) * decode(size.rows) + q_start
-        tiles = tile_runs(table, b, h, task, q_len, c, c.TILE_Q)
+        tiles = tile_runs(table, b, h, place.task, q_len, c, c.TILE_Q)
         full, part_first, gap, part = tiles.full, tiles.part_first, tiles.gap, tiles.part
-        if first + c.TILE_KV > kv_len:
+        if first + KEYS > kv_len:
             # the key tile overhangs the keys: mask every query tile
             part_first = part_first if c.MODE == "ranges" else tiles.full_first
             part += full
@@ -449,34 +443,39 @@ def attention_key_gradient(q, k, v, do, stats, grads, args, c, both: tl.constexp
             start, kv_slope, q_slope = both(b, h, first + 2 * tl.arange(0, 4), first, q_len, kv_len, args.env)
             affine = (start * LOG2E + tl.zeros([4], tl.float32), kv_slope / args.numbers.scale, q_slope * LOG2E)
         keys = KeyTile(k_tile, v_tile, b, memory_b, h, stats_start, first, q_start, q_len, kv_len, affine)
-        run = TileRun(tiles.row, tiles.full_first, full, full * 0, full * 0, full)
-        dk_acc, dv_acc = accumulate_dk_dv(
-            (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, False, False
-        )
-        part_inside = part
-        if not EDGE:
-            last = nth_visited(table, tiles.row, tl.maximum(part - 1, 0), part_first, tiles.before, gap, c)
-            part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
-            if first + c.TILE_KV > kv_len:
-                part_inside = part_inside * 0
-        run = TileRun(tiles.row, part_first, tiles.before, gap, part_inside * 0, part_inside)
-        dk_acc, dv_acc = accumulate_dk_dv(
-            (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, MASKED, EDGE
-        )
-        if not EDGE:
-            run = TileRun(tiles.row, part_first, tiles.before, gap, part_inside, part)
-            dk_acc, dv_acc = accumulate_dk_dv(
-                (dk_acc, dv_acc), QueryStream(q, do, stats.lse2, stats.delta, DK, DV), keys, run, args, c, both, mask, True, True
-            )
-    rows = (tl.arange(0, c.TILE_KV) < limit)[:, None]
+        if EXACT:
+            dk_acc, dv_acc = accumulate_dk_dv((dk_acc, dv_acc), stream, keys, every_tile(tiles, c), args, c, both, mask, MASKED, True, True)
+        else:
+            run = TileRun(tiles.row, tiles.full_first, full, full * 0, full * 0, full)
+            dk_acc, dv_acc = accumulate_dk_dv((dk_acc, dv_acc), stream, keys, run, args, c, both, mask, False, False, False)
+            part_inside = part
+            if not EDGE:
+                last = nth_visited(table, tiles.row, tl.maximum(part - 1, 0), part_first, tiles.before, gap, c)
+                part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_Q) + c.TILE_Q > q_len), 1, 0)
+                if first + KEYS > kv_len:
+                    part_inside = part_inside * 0
+            run = TileRun(tiles.row, part_first, tiles.before, gap, part_inside * 0, part_inside)
+            dk_acc, dv_acc = accumulate_dk_dv((dk_acc, dv_acc), stream, keys, run, args, c, both, mask, MASKED, EDGE, False)
+            if not EDGE:
+                run = TileRun(tiles.row, part_first, tiles.before, gap, part_inside, part)
+                dk_acc, dv_acc = accumulate_dk_dv((dk_acc, dv_acc), stream, keys, run, args, c, both, mask, True, True, False)
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def store_key_gradients(sums, grads, place, first, args, c, KEYS: tl.constexpr):
+    """Scale and store `sums`, (dk, dv) of KEYS keys from key `first` on. `grads`: `KeyGradients`. `place`: `KeyPlace`."""
+    strides = args.strides
+    dk_acc, dv_acc = sums
+    row = place.kv_start + first
+    rows = (tl.arange(0, KEYS) < place.kv_len - first)[:, None]
     sign = -1.0 if c.NEGATIVE else 1.0
-    if DK:
-        dk_at = rows_pointer(grads.dk, strides.dk, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dk, c, c.TILE_KV, c.D_PAD)
-        tl.store(
-            dk_at, (dk_acc * (args.numbers.scale * sign)).to(grads.dk.dtype.element_ty), mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D)
-        )
-    if DV:
+    if grads.dk is not None:
+        dk_at = rows_pointer(grads.dk, strides.dk, place.memory_b, place.kv_h, row, c) + tile_offsets(strides.dk, c, KEYS, c.D_PAD)
+        dk_out = (dk_acc * (args.numbers.scale * sign)).to(grads.dk.dtype.element_ty)
+        tl.store(dk_at, dk_out, mask=rows & (tl.arange(0, c.D_PAD)[None, :] < c.D))
+    if grads.dv is not None:
         if c.DROPOUT:
             dv_acc = dv_acc * args.numbers.keep_factor
-        dv_at = rows_pointer(grads.dv, strides.dv, memory_b, kv_h, kv_start + first, c) + tile_offsets(strides.dv, c, c.TILE_KV, c.DV_PAD)
+        dv_at = rows_pointer(grads.dv, strides.dv, place.memory_b, place.kv_h, row, c) + tile_offsets(strides.dv, c, KEYS, c.DV_PAD)
         tl.store(dv_at, dv_acc.to(grads.dv.dtype.element_ty), mask=rows & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))

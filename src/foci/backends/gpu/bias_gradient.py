@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from foci.backends.gpu.backward import prepare_row_stats, recompute_weights, score_gradient
+from foci.backends.gpu.backward import recompute_weights, score_gradient
 from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.excluded_products import is_finite
+from foci.backends.gpu.row_stats import prepare_row_stats
 from foci.backends.gpu.tiles import (
     HeadRows,
     KeysValues,
@@ -58,6 +60,7 @@ class BiasOutputs(NamedTuple):
     target: Any
     sums: Any  # float32 [programs, tiles of a stretch, TILE_Q * TILE_KV], in the order of registers; None where nothing is summed
     dq_partials: Any  # float32 [programs, entries, TILE_Q, D_PAD], or None
+    flags: Any  # whether a program's dq holds a NaN, or None: see `excluded_products.report_nan`
 
 
 class QueryTile(NamedTuple):
@@ -133,7 +136,7 @@ def accumulate_bias_gradient(
             dp = tl.where(keep_tile(args.numbers, b, h, q_idx, here, c.TILE_KV), dp * args.numbers.keep_factor, 0.0)
         dp = with_flow(dp, args.numbers, b, h, b, q_idx, columns[None, :], q_len, kv_len) - queries.delta[:, None]
         g = p * dp
-        if EDGE:
+        if EDGE or c.EXCLUDES:
             g = tl.where(p == 0.0, 0.0, g)
         # add the earlier entries' sums; the last entry stores the total
         if SUMMED:
@@ -151,7 +154,7 @@ def accumulate_bias_gradient(
             store_mask = store_mask & (columns < kv_len)[None, :]
         tl.store(pointer, g.to(queries.target.dtype.element_ty), mask=store_mask)
         # dQ += dS K
-        ds = score_gradient(p, dp, slope, c, EDGE)
+        ds = score_gradient(p, dp, slope, c, EDGE, c.EXCLUDES)
         dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=c.PRECISION)
     return dq
 
@@ -190,6 +193,7 @@ def attention_bias_gradient(q, k, v, inputs, outputs, args, c, both: tl.constexp
     full_tiles = kv_len // c.TILE_KV
     tiles_each = decode(stretch)
     tiles_of_keys = tl.cdiv(kv_len, c.TILE_KV)
+    bad = 0
     for low in range(0, tiles_of_keys, tiles_each):
         high = tl.minimum(low + tiles_each, full_tiles)
         is_end = low + tiles_each >= tiles_of_keys
@@ -228,3 +232,7 @@ def attention_bias_gradient(q, k, v, inputs, outputs, args, c, both: tl.constexp
                 tl.debug_barrier()
             pointer = rows_pointer(outputs.dq, strides.dq, b, h, first, c)
             tl.store(pointer + store, (acc * (args.numbers.scale * sign)).to(outputs.dq.dtype.element_ty), mask=inside & is_end)
+            if outputs.flags is not None:
+                bad = tl.maximum(bad, tl.max(tl.where(is_finite(acc), 0, 1)))
+    if outputs.flags is not None:
+        tl.store(outputs.flags + tl.program_id(0), bad)

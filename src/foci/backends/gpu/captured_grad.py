@@ -20,6 +20,8 @@ from foci.backends.gpu.captured_grad_kernel import BlockShape, CaptureArgs, Capt
 from foci.backends.gpu.codegen import TensorLayout, triton_codegen
 from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, is_half, jit_function
 from foci.backends.gpu.kernel_args import Strides, encode, is_countable_by_eights
+from foci.backends.gpu.mend import NanFlags
+from foci.backends.gpu.mend_launches import allocate_flags
 from foci.backends.gpu.schedules import Schedule
 from foci.backends.gpu.tensor_descriptors import stream_operand
 from foci.backends.gpu.tile_tables import ALL, DENSE, TileTable
@@ -97,8 +99,8 @@ def find_query_tile_bias(builder: PassBuilder, o: Operands) -> LearnedBias | Non
 
 def bias_gradient(
     builder: PassBuilder, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], dq: Tensor, learned: LearnedBias, target: Tensor
-) -> None:
-    """Compute dq, `rows` with lse in base 2 and delta, and `target` with the gradient of the bias."""
+) -> NanFlags | None:
+    """Compute dq, `rows` with lse in base 2 and delta, and `target` with the gradient of the bias. Returns the kernel's flags."""
     o, schedule = call.operands, builder.schedule("bias_gradient")
     grid, is_summed = _grid(call.operands, schedule), learned.entries > 1
     strides = _by_name(_choose_way(learned.derivative), target)
@@ -114,7 +116,8 @@ def bias_gradient(
         waiting = call.launches.empty(
             (programs, learned.entries, rows_of_dq), (learned.entries * rows_of_dq, rows_of_dq, 1), torch.float32, dq
         )
-    config = builder.config(call, schedule, TileTable(0, "all", DENSE, ALL))
+    flags = allocate_flags(builder, call, programs)
+    config = builder.config(call, schedule, TileTable(0, "all", DENSE, ALL), excludes=flags is not None)
     keys = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
     args = BiasGradArgs(
         call.strides, Strides(*map(encode, (*units, steps[3]))), builder.size(call, grid.heads, grid.tiles[0]),
@@ -123,9 +126,10 @@ def bias_gradient(
     call.launches.add(
         attention_bias_gradient, (programs,),
         o.query, keys(o.key), keys(o.value), RowInputs(bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows),
-        BiasOutputs(dq, target, sums, waiting), args, config, call.functions.both, call.functions.mask, is_contiguous,
-        num_warps=schedule.warps,
+        BiasOutputs(dq, target, sums, waiting, None if flags is None else flags.flags), args, config, call.functions.both,
+        call.functions.mask, is_contiguous, num_warps=schedule.warps,
     )  # fmt: skip
+    return flags
 
 
 def capture_gradients(

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from foci.backends.gpu.backward import load_row_stats, recompute_weights, value_product
+from foci.backends.gpu.backward import recompute_weights, value_product
 from foci.backends.gpu.dweights import with_flow
+from foci.backends.gpu.row_stats import load_row_stats
 from foci.backends.gpu.tile_table_kernels import EMPTY, FULL, PARTIAL
 from foci.backends.gpu.tiles import FORCED, HeadRows, Position, decode, keep_tile, load_streamed_tile, sequence
 

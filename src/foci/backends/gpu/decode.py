@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from foci.backends.gpu.excluded_products import ROWS, exact_product, has_nan, is_finite
 from foci.backends.gpu.forward import tile_scores
 from foci.backends.gpu.tiles import (
     LN2,
@@ -24,6 +25,7 @@ from foci.backends.gpu.tiles import (
     Position,
     TileRun,
     decode,
+    every_tile,
     keep_tile,
     load_streamed_tile,
     load_tile,
@@ -70,6 +72,18 @@ class KVCache(NamedTuple):
     k: Any  # a pointer or a tensor descriptor, as `v`
     v: Any
     pages: Any  # `Pages`, or None
+
+
+class SplitPlace(NamedTuple):
+    """Which rows and keys a program takes."""
+
+    b: Any
+    kv_h: Any
+    first: Any  # first row of the group
+    kv_len: Any
+    full_run: Any  # `TileRun` of its full tiles, where these have a loop of their own
+    run: Any  # of its other tiles, or of all
+    slot: Any  # where its rows begin in `Partials`
 
 
 class QueryTile(NamedTuple):
@@ -124,14 +138,25 @@ def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.con
 
 @triton.jit
 def accumulate_split(
-    state, cache, queries, run, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr
+    state,
+    cache,
+    queries,
+    run,
+    args,
+    c,
+    score: tl.constexpr,
+    mask: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDGE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Accumulate the tiles of a `TileRun` into `state` = (acc, l_i, m_i). `cache`: `KVCache`. `queries`: `QueryTile`."""
+    """Accumulate the tiles of a `TileRun` into `state` = (acc, l_i, m_i). `cache`: `KVCache`. `queries`: `QueryTile`. EXACT: with
+    `exact_product`."""
     acc, l_i, m_i = state
     b, h, q_idx, kv_len, factor = queries.b, queries.h, queries.q_idx, queries.kv_len, queries.factor
     head = HeadRows(b, queries.kv_h, b * 0, kv_len)
     tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
-    for i in tl.range(run.low, run.high, num_stages=c.STAGES):
+    for i in tl.range(run.low, run.high, num_stages=1 if EXACT else c.STAGES):
         current = tile
         kv_first = tile_start(tile, c, c.TILE_KV)
         tile = nth_visited(args.table, run.row, i + 1, run.first, run.before, run.gap, c)
@@ -152,32 +177,36 @@ def accumulate_split(
             p = tl.where(keep_tile(args.numbers, b, h, q_idx, kv_first, c.TILE_KV), p, 0.0)
         # O = alpha O + P V
         values = key_tile(cache.v, args.strides.v, cache.pages, head, kv_first, c, EDGE, c.DV, c.DV_PAD)
-        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=c.PRECISION)
+        acc = acc * alpha[:, None]
+        if EXACT:
+            acc = exact_product(p, values, acc, c.PRECISION)
+        else:
+            acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
         m_i = m_new
     return acc, l_i, m_i
 
 
 @triton.jit
-def attention_decode(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, pages=None):
-    """Unnormalised attention of one tile of rows of a group over one split of the keys. Shapes are in the legend above.
+def attend_to_split(
+    cache, queries, full_run, run, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, EXACT: tl.constexpr
+):
+    """(acc, l_i, m_i) of the tiles of two `TileRun`s: with APART full tiles, and others. `cache`, `queries`: as in `accumulate_split`."""
+    ROWS: tl.constexpr = queries.q.shape[0]
+    acc = tl.zeros([ROWS, c.DV_PAD], tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    state = (acc, l_i, m_i)
+    if APART:
+        state = accumulate_split(state, cache, queries, full_run, args, c, score, mask, False, False, EXACT)
+    return accumulate_split(state, cache, queries, run, args, c, score, mask, c.MODE != "all", True, EXACT)
 
-    pages: None, or `Pages`. APART: full tiles have a loop of their own, without a mask. Tiles of rows of one split, which read the
-    same keys, run together.
-    """
-    strides, size = args.strides, args.size
-    pid = tl.program_id(0)
-    program = pid // decode(size.tasks)
-    split = program % decode(args.splits)
-    bh = program // decode(args.splits)
-    kv_heads = decode(size.heads) // decode(size.group)
-    b = bh // kv_heads
-    kv_h = bh - b * kv_heads
+
+@triton.jit
+def load_group_rows(q, place, first, args, c, ROWS: tl.constexpr):
+    """`QueryTile` of ROWS rows of a `SplitPlace` from its row `first` on."""
+    strides, size, b, kv_h = args.strides, args.size, place.b, place.kv_h
     q_len = decode(size.rows)
-    kv_len = decode(size.columns)
-    if pages is not None:
-        kv_len = tl.minimum(tl.load(pages.lengths + b), kv_len).to(tl.int32)
-    lane = tl.arange(0, c.TILE_Q)
-    r = pid % decode(size.tasks) * c.TILE_Q + lane
+    r = place.first + first + tl.arange(0, ROWS)
     used = r < decode(size.group) * q_len
     inside = tl.where(used, r, 0)
     h = (kv_h * decode(size.group) + inside // q_len)[:, None]
@@ -192,31 +221,84 @@ def attention_decode(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.c
     factor = LOG2E
     if c.PLAIN:
         factor = args.numbers.scale * LOG2E
+    return QueryTile(q_tile, b, h, kv_h, q_idx, q_len, place.kv_len, factor)
+
+
+@triton.jit
+def store_partials(state, partials, first, c):
+    """Store `state` = (acc, l_i, m_i) from slot `first` on."""
+    acc, l_i, m_i = state
+    slots = first + tl.arange(0, l_i.shape[0])
+    tl.store(partials.acc + slots[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
+    tl.store(partials.row_max + slots, m_i)
+    tl.store(partials.total + slots, l_i)
+
+
+@triton.jit
+def find_split(args, c, APART: tl.constexpr, pages):
+    """`SplitPlace` of this program. Tiles of rows of one split, which read the same keys, run together."""
+    size = args.size
+    pid = tl.program_id(0)
+    program = pid // decode(size.tasks)
+    split = program % decode(args.splits)
+    bh = program // decode(args.splits)
+    kv_heads = decode(size.heads) // decode(size.group)
+    b = bh // kv_heads
+    kv_h = bh - b * kv_heads
+    kv_len = decode(size.columns)
+    if pages is not None:
+        kv_len = tl.minimum(tl.load(pages.lengths + b), kv_len).to(tl.int32)
     # one row of the table serves all queries of the group
-    table_row, full_first, full, part_first, before, gap, part = tile_runs(args.table, b, kv_h, 0, kv_len, c, c.TILE_KV)
-    count = full + part
+    tiles = tile_runs(args.table, b, kv_h, 0, kv_len, c, c.TILE_KV)
+    full = tiles.full
+    count = full + tiles.part
     tiles_each = tl.cdiv(count, decode(args.splits))
     low = tl.minimum(split * tiles_each, count)
     high = tl.minimum(low + tiles_each, count)
-    acc = tl.zeros([c.TILE_Q, c.DV_PAD], tl.float32)
-    l_i = tl.zeros([c.TILE_Q], tl.float32)
-    m_i = tl.full([c.TILE_Q], float("-inf"), tl.float32)
-    state = (acc, l_i, m_i)
-    queries = QueryTile(q_tile, b, h, kv_h, q_idx, q_len, kv_len, factor)
-    MASKED: tl.constexpr = c.MODE != "all"
+    full_run = TileRun(tiles.row, tiles.full_first, full, full * 0, full * 0, full * 0)
     if APART:
-        run = TileRun(table_row, full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
-        state = accumulate_split(state, KVCache(k, v, pages), queries, run, args, c, score, mask, False, False)
-        run = TileRun(table_row, part_first, before, gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
-        state = accumulate_split(state, KVCache(k, v, pages), queries, run, args, c, score, mask, MASKED, True)
+        full_run = TileRun(tiles.row, tiles.full_first, full, full * 0, tl.minimum(low, full), tl.minimum(high, full))
+        run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, tl.maximum(low, full) - full, tl.maximum(high, full) - full)
     else:
-        run = TileRun(table_row, part_first if c.MODE == "ranges" else full_first, count, count * 0, low, high)
-        state = accumulate_split(state, KVCache(k, v, pages), queries, run, args, c, score, mask, MASKED, True)
-    acc, l_i, m_i = state
-    out = pid.to(tl.int64) * c.TILE_Q
-    tl.store(partials.acc + (out + lane)[:, None] * c.DV_PAD + tl.arange(0, c.DV_PAD)[None, :], acc)
-    tl.store(partials.row_max + out + lane, m_i)
-    tl.store(partials.total + out + lane, l_i)
+        run = every_tile(tiles, c)
+        run = TileRun(run.row, run.first, run.before, run.gap, low, high)
+    return SplitPlace(b, kv_h, pid % decode(size.tasks) * c.TILE_Q, kv_len, full_run, run, pid.to(tl.int64) * c.TILE_Q)
+
+
+@triton.jit
+def attention_decode(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, pages=None):
+    """Unnormalised attention of one tile of rows of a group over one split of the keys. Shapes are in the legend above.
+
+    pages: None, or `Pages`. APART: full tiles have a loop of their own, without a mask.
+    """
+    place = find_split(args, c, APART, pages)
+    queries = load_group_rows(q, place, 0, args, c, c.TILE_Q)
+    acc, l_i, m_i = attend_to_split(KVCache(k, v, pages), queries, place.full_run, place.run, args, c, score, mask, APART, False)
+    if c.EXCLUDES:  # noqa: SIM102  known when the kernel is compiled
+        # the sum of a row that attends to a NaN is NaN
+        if has_nan(acc, l_i == l_i):
+            acc, l_i, m_i = attend_to_split(KVCache(k, v, pages), queries, place.full_run, place.run, args, c, score, mask, APART, True)
+    store_partials((acc, l_i, m_i), partials, place.slot, c)
+
+
+@triton.jit
+def store_exact_partials(q, cache, partials, place, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr):
+    """Compute the results of a program of `attention_decode` once more, where excluded positions reach nothing. `cache`: `KVCache`."""
+    for first in range(0, c.TILE_Q, ROWS):
+        queries = load_group_rows(q, place, first, args, c, ROWS)
+        state = attend_to_split(cache, queries, place.full_run, place.run, args, c, score, mask, APART, True)
+        store_partials(state, partials, place.slot + first, c)
+
+
+@triton.jit
+def mend_splits(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, pages=None):
+    """Compute results of `attention_decode` that hold a NaN once more, launched as it is: as `mend.mend_rows` does for the forward, by the
+    first row of each tile."""
+    columns = tl.arange(0, c.DV_PAD)
+    first_row = tl.load(partials.acc + tl.program_id(0).to(tl.int64) * c.TILE_Q * c.DV_PAD + columns)
+    if tl.max(tl.where(is_finite(first_row), 0, 1)) > 0:
+        place = find_split(args, c, APART, pages)
+        store_exact_partials(q, KVCache(k, v, pages), partials, place, args, c, score, mask, APART)
 
 
 @triton.jit

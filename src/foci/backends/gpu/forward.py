@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from foci.backends.gpu.excluded_products import exact_product
 from foci.backends.gpu.tiles import (
     FORCED,
     LN2,
@@ -101,14 +102,16 @@ def tile_scores(qk, position, args, c, score: tl.constexpr, mask: tl.constexpr, 
 
 
 @triton.jit
-def accumulate_tiles(state, kv, queries, run, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
+def accumulate_tiles(
+    state, kv, queries, run, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr
+):
     """Accumulate the tiles of a `TileRun` into `state` = (acc, l_i, m_i, m_base2). m_base2 is m_i in base 2; acc and l_i are relative to
-    it. `kv`: `KeysValues`. `queries`: `QueryTile`."""
+    it. `kv`: `KeysValues`. `queries`: `QueryTile`. EXACT: with `exact_product`."""
     acc, l_i, m_i, m_base2 = state
     head = HeadRows(queries.memory_b, queries.kv_h, queries.kv_start, queries.kv_len)
     tile = nth_visited(args.table, run.row, run.low, run.first, run.before, run.gap, c)
     # with lists the mask's loads are pipelined too and take shared memory: two stages, or a second program would not fit on the SM
-    STAGES: tl.constexpr = 1 if EDGE and not MASKED else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
+    STAGES: tl.constexpr = 1 if EXACT or (EDGE and not MASKED) else min(c.STAGES, 2) if MASKED and c.MODE == "lists" else c.STAGES
     for i in tl.range(run.low, run.high, num_stages=STAGES):
         current = tile
         kv_first = tile_start(tile, c, c.TILE_KV)
@@ -134,21 +137,36 @@ def accumulate_tiles(state, kv, queries, run, args, c, score: tl.constexpr, mask
         # O = alpha O + P V
         acc = acc * alpha[:, None]
         values = load_streamed_tile(kv.v, args.strides.v, head, kv_first, c, EDGE, c.TILE_KV, c.DV, c.DV_PAD)
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
+        if EXACT:
+            acc = exact_product(p, values, acc, c.PRECISION)
+        else:
+            acc = tl.dot(p.to(values.dtype), values, acc, input_precision=c.PRECISION)
         m_i = m_new
         m_base2 = m_scaled
     return acc, l_i, m_i, m_base2
 
 
 @triton.jit
+def score_factors(args, c):
+    """(factor, round factor) of a `QueryTile`."""
+    factor = LOG2E
+    round_factor = 1.0
+    if c.PLAIN:
+        factor = args.numbers.scale * LOG2E
+        round_factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return factor, round_factor
+
+
+@triton.jit
 def attention_forward(q, k, v, out, lse, row_max, args, c, score: tl.constexpr, mask: tl.constexpr):
     """Attention of one tile of queries. Shapes are in the legend above; `args`: `CallArgs`."""
     strides, size, spans, table = args.strides, args.size, args.spans, args.table
-    b, memory_b, h, task, tile = find_task(size, spans, c, True)
+    place = find_task(size, spans, c, True)
+    b, memory_b, h, task = place.b, place.memory_b, place.h, place.task
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)
     if c.JAGGED and b < 0:
         # spare task: the first one of a head fills rows that belong to no sequence
-        if tile == 0:
+        if place.tile == 0:
             packed = PackedRows(spans.q_start, spans.q_length, spans.sequences, decode(size.rows))
             clear_gaps(out, strides.out, packed, memory_b, h, c, 16, c.DV, c.DV_PAD)
             head = (memory_b * decode(size.heads) + h).to(tl.int64) * decode(size.rows)
@@ -157,18 +175,14 @@ def attention_forward(q, k, v, out, lse, row_max, args, c, score: tl.constexpr, 
                 fill_gaps(row_max + head, packed, float("-inf"), 128)
         return
     kv_h = h // decode(size.group)
-    first = tile * c.TILE_Q
+    first = place.tile * c.TILE_Q
     offsets = tile_offsets(strides.q, c, c.TILE_Q, c.D_PAD)
     q_tile = load_tile(rows_pointer(q, strides.q, memory_b, h, q_start + first, c), offsets, q_len - first, True, c.TILE_Q, c.D, c.D_PAD)
     if c.NEGATIVE:
         q_tile = -q_tile
     rows = first + tl.arange(0, c.TILE_Q)
     q_idx = tl.minimum(rows, q_len - 1)[:, None]
-    factor = LOG2E
-    round_factor = 1.0
-    if c.PLAIN:
-        factor = args.numbers.scale * LOG2E
-        round_factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    factor, round_factor = score_factors(args, c)
     affine = (0.0, 0.0)
     row_bias = tl.zeros([c.TILE_Q], tl.float32)
     if c.AFFINE:
@@ -181,22 +195,35 @@ def attention_forward(q, k, v, out, lse, row_max, args, c, score: tl.constexpr, 
     l_i = tl.zeros([c.TILE_Q], tl.float32)
     m_i = tl.full([c.TILE_Q], float("-inf"), tl.float32)
     state = (acc, l_i, m_i, m_i)
-    table_row, full_first, full, part_first, before, gap, part = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
+    tiles = tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
     MASKED: tl.constexpr = c.MODE != "all"
     EDGE: tl.constexpr = not c.SPLIT_EDGE or not MASKED
     # full tiles, then partial ones; with SPLIT_EDGE the tile that overhangs the keys has a loop of its own at the end
-    run = TileRun(table_row, full_first, full, full * 0, full * 0, full)
-    state = accumulate_tiles(state, KeysValues(k, v), queries, run, args, c, score, mask, False, False)
-    part_inside = part
+    run = TileRun(tiles.row, tiles.full_first, tiles.full, tiles.full * 0, tiles.full * 0, tiles.full)
+    state = accumulate_tiles(state, KeysValues(k, v), queries, run, args, c, score, mask, False, False, False)
+    part_inside = tiles.part
     if not EDGE:
-        last = nth_visited(table, table_row, tl.maximum(part - 1, 0), part_first, before, gap, c)
-        part_inside = part - tl.where((part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
-    run = TileRun(table_row, part_first, before, gap, part_inside * 0, part_inside)
-    state = accumulate_tiles(state, KeysValues(k, v), queries, run, args, c, score, mask, MASKED, EDGE)
+        last = nth_visited(table, tiles.row, tl.maximum(tiles.part - 1, 0), tiles.part_first, tiles.before, tiles.gap, c)
+        part_inside = tiles.part - tl.where((tiles.part > 0) & (tile_start(last, c, c.TILE_KV) + c.TILE_KV > kv_len), 1, 0)
+    run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, part_inside * 0, part_inside)
+    state = accumulate_tiles(state, KeysValues(k, v), queries, run, args, c, score, mask, MASKED, EDGE, False)
     if not EDGE:
-        run = TileRun(table_row, part_first, before, gap, part_inside, part)
-        state = accumulate_tiles(state, KeysValues(k, v), queries, run, args, c, score, mask, True, True)
+        run = TileRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, part_inside, tiles.part)
+        state = accumulate_tiles(state, KeysValues(k, v), queries, run, args, c, score, mask, True, True, False)
     store_rows(state, RowOutputs(out, lse, row_max), queries, rows, q_start, row_bias, args, c)
+
+
+@triton.jit
+def store_out(acc, l_i, out, queries, rows, q_start, args, c):
+    """Normalize and store rows of the result; a row without keys gets 0."""
+    inv_sum = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
+    if c.DROPOUT:
+        inv_sum = inv_sum * args.numbers.keep_factor
+    acc = acc * inv_sum[:, None]
+    inside = rows < queries.q_len
+    pointer = rows_pointer(out, args.strides.out, queries.memory_b, queries.h, q_start + tl.min(rows, 0), c)
+    offsets = tile_offsets(args.strides.out, c, rows.shape[0], c.DV_PAD)
+    tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
 
 
 @triton.jit
@@ -204,14 +231,8 @@ def store_rows(state, outputs, queries, rows, q_start, row_bias, args, c):
     """Normalize and store a tile: out, natural lse and row max, both with `row_bias` added back. A row without keys gets 0 and -inf.
     `outputs`: `RowOutputs`."""
     acc, l_i, m_i, m_base2 = state
-    inv_sum = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
-    if c.DROPOUT:
-        inv_sum = inv_sum * args.numbers.keep_factor
-    acc = acc * inv_sum[:, None]
+    store_out(acc, l_i, outputs.out, queries, rows, q_start, args, c)
     inside = rows < queries.q_len
-    pointer = rows_pointer(outputs.out, args.strides.out, queries.memory_b, queries.h, q_start + tl.min(rows, 0), c)
-    offsets = tile_offsets(args.strides.out, c, c.TILE_Q, c.DV_PAD)
-    tl.store(pointer + offsets, acc.to(outputs.out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
     size = args.size
     head = (queries.memory_b * decode(size.heads) + queries.h).to(tl.int64) * decode(size.rows) + q_start
     row_max_nat = tl.where(tl.abs(m_i) * queries.factor < HUGE, m_base2 * LN2, m_i * (queries.factor * LN2))

@@ -42,7 +42,7 @@ class Config(NamedTuple):
     DV_PAD: Any
     STAGES: Any  # loads in flight
     TURNED: Any  # the kernel of dk and dv holds S, not S^T, as the others do: fewer registers, but its products read S from shared memory
-    MODE: Any  # visited tiles: "all", "ranges" or "lists" (see `tile_table_kernels`)
+    MODE: Any  # visited tiles: "all", "ranges" or "lists" (see `tile_table_kernels`), or "every", all with the mask
     JAGGED: Any  # packed sequences
     DESCRIPTORS: Any  # streamed tiles are loaded through tensor descriptors
     UNIT: Any  # 8 if every tensor has a contiguous last dimension and other strides that are multiples of 8, else 1
@@ -55,6 +55,7 @@ class Config(NamedTuple):
     BLOCKS: Any  # the caller gave a block mask; a tile marked FORCED is attended to whatever the mask function says
     BOUNDED: Any  # the mask compares with a query's first and last key, and keeps none past the end (`foci.backends.mask_intervals`)
     PRECISION: Any  # of float32 products
+    EXCLUDES: Any  # the mask, or a score of -inf, may exclude positions: what these hold reaches nothing (`excluded_products`)
 
 
 class Strides(NamedTuple):

@@ -19,7 +19,7 @@ from foci.backends.gpu.symbolic_tokens import count_tokens
 from foci.backends.gpu.tensor_descriptors import describe_layout
 from foci.backends.gpu.tile_tables import Sequences, TileTable, build_visits
 from foci.backends.mask_intervals import as_comparisons
-from foci.backends.problem_class import tile_bytes
+from foci.backends.problem_class import may_exclude, tile_bytes
 from foci.dropout import threshold
 from foci.problem import Layout, Operands
 
@@ -79,6 +79,7 @@ class PassBuilder:
         self.mask_slots = sorted({int(str(e.value)) for e in self.variant.mask.walk() if e.op == "load"})
         self.wanted = (problem.query_grad, problem.key_grad, problem.value_grad)
         self.needs_capture_grads = any(problem.capture_grads)
+        self.excludes = may_exclude(self.variant, formula.block_size)
         self.schedules: dict[str, Schedule] = {}
 
     def schedule(self, kind: str) -> Schedule:
@@ -129,20 +130,23 @@ class PassBuilder:
             takes_descriptors=all(layout.takes_descriptor for layout in layouts.values()),
         )
 
-    def config(self, call: Pass, schedule: Schedule, visits: TileTable | None, *, is_bounded: bool = False, line: Any = None) -> Config:
-        """Build the compile-time configuration of a launch. `is_bounded`: see `Config.BOUNDED`. `line`: the function of an affine score, or
-        None."""
+    def config(
+        self, call: Pass, schedule: Schedule, visits: TileTable | None, *,
+        is_bounded: bool = False, line: Any = None, excludes: bool = False, mode: str | None = None,
+    ) -> Config:  # fmt: skip
+        """Build the compile-time configuration of a launch. `is_bounded`, `excludes`: see `Config`. `line`: an affine score's function, or
+        None. `mode`: in place of that of `visits`."""
         p = self.problem
         descriptors = schedule.descriptors and call.takes_descriptors
         precision = "ieee" if self.plan.target.arch == 0 else "tf32x3"
         return _as_constants(
             Config(
                 TILE_Q=schedule.tile_q, TILE_KV=schedule.tile_kv, D=p.head_dim, D_PAD=self.dims[0], DV=p.value_dim, DV_PAD=self.dims[1],
-                STAGES=schedule.stages, TURNED=schedule.turned, MODE="all" if visits is None else visits.mode,
+                STAGES=schedule.stages, TURNED=schedule.turned, MODE=mode or ("all" if visits is None else visits.mode),
                 JAGGED=call.operands.cu_q is not None, DESCRIPTORS=descriptors, UNIT=call.unit, WIDE=call.is_wide,
                 PLAIN=call.is_plain or line is not None, AFFINE=line is not None, NEGATIVE=call.operands.scale < 0,
                 SPLIT_EDGE=self.reads_tiles, DROPOUT=p.formula.dropout, BLOCKS=p.formula.block_size is not None, BOUNDED=is_bounded,
-                PRECISION=precision,
+                PRECISION=precision, EXCLUDES=excludes,
             )
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,14 +14,17 @@ from torch import Tensor
 from foci.backends.contract import Given
 from foci.backends.gpu.allocate import gradient_tensors, like_tensor, result_tensors, row_tensors
 from foci.backends.gpu.aux_outputs import WeightCotangents
-from foci.backends.gpu.backward import KeyGradients, RowInputs, RowStats, attention_key_gradient, attention_query_gradient, prepare_rows
+from foci.backends.gpu.backward import KeyGradients, RowInputs, RowStats, attention_key_gradient, attention_query_gradient
 from foci.backends.gpu.captured_grad import bias_gradient, capture_gradients, find_query_tile_bias
-from foci.backends.gpu.decode import Pages, Partials, SplitArgs, attention_decode, combine_splits
+from foci.backends.gpu.decode import Pages, Partials, SplitArgs, attention_decode, combine_splits, mend_splits
 from foci.backends.gpu.forward import attention_forward
 from foci.backends.gpu.kernel_args import Config, encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.mask_convexity import begins_late, is_convex
+from foci.backends.gpu.mend import NanFlags
+from foci.backends.gpu.mend_launches import allocate_flags, key_tasks, launch_mend_gradients, launch_mend_rows, query_tasks
 from foci.backends.gpu.passes import Pass, PassBuilder
+from foci.backends.gpu.row_stats import prepare_rows
 from foci.backends.gpu.schedules import Schedule, padded_dim, shared_bytes, split_kind, splits_for, takes_splits
 from foci.backends.gpu.tensor_descriptors import stream_operand
 from foci.backends.gpu.tile_tables import Sequences, TileTable
@@ -76,6 +79,10 @@ class PortableForward:
                 self.builder.args(call, rows[1], visits), config, call.line or call.functions.score, call.functions.by_query,
                 num_warps=schedule.warps,
             )  # fmt: skip
+            if self.builder.excludes:
+                launch_mend_rows(
+                    self.builder, call, Results(*outputs), query_tasks(self.builder, call, schedule.tile_q, visits), dependent=False
+                )
         return Results(*outputs)
 
     def split_kind(self, operands: Operands) -> str | None:
@@ -89,7 +96,7 @@ class PortableForward:
         query, key = call.operands.query, call.operands.key
         schedule = self.rows_schedule(kind, query, key)
         visits = self.group_visits(call, schedule)
-        config = self.builder.config(call, schedule, visits)
+        config = self.builder.config(call, schedule, visits, excludes=self.builder.excludes and kind == "decode")
         stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
         tiles = query.shape[0] * key.shape[1] * row_tiles(schedule, query, key)
         splits = self.count_splits(kind, schedule, tiles, triton.cdiv(key.shape[2], schedule.tile_kv))
@@ -122,11 +129,13 @@ class PortableForward:
         partial = call.launches.empty((programs, rows, width), (rows * width, width, 1), torch.float32, query)
         most, total = (call.launches.empty((programs, rows), (rows, 1), torch.float32, query) for _ in range(2))
         partials, size = Partials(partial, most, total), self.builder.size(call, query.shape[1], tiles)
-        call.launches.add(
-            attention_decode, (programs,),
-            query, *streams, partials, SplitArgs(call.strides, size, visits.table, call.numbers, call.environment, encode(splits)), config,
-            call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
-        )  # fmt: skip
+        # where the registers of a tile of many rows leave no room for it, a kernel of its own mends results
+        for kernel in (attention_decode, mend_splits)[: 2 if self.builder.excludes and kind == "split" else 1]:
+            call.launches.add(
+                kernel, (programs,),
+                query, *streams, partials, SplitArgs(call.strides, size, visits.table, call.numbers, call.environment, encode(splits)),
+                config, call.functions.score, call.functions.mask, kind == "split", pages, num_warps=schedule.warps,
+            )  # fmt: skip
         # few rows of many splits, or many rows of few
         chunk, columns, warps = (64, min(32, width), 4) if kind == "decode" else (8, min(128, width), 2)
         call.launches.add(
@@ -134,6 +143,13 @@ class PortableForward:
             partials, *outputs, SplitArgs(call.strides, size, None, call.numbers, None, encode(splits)), config, chunk, columns,
             num_warps=warps,
         )  # fmt: skip
+
+
+class _Reported(NamedTuple):
+    """Flags of a backward kernel, and its tasks, which mending needs."""
+
+    flags: NanFlags | None
+    visits: TileTable
 
 
 class PortableBackward:
@@ -161,15 +177,18 @@ class PortableBackward:
         rows = row_tensors(launches, operands, bwd_args.lse, 2)
         dq, dk, dv = (grads.get(name) for name in ("dq", "dk", "dv"))
         known: dict[int, Tensor] = {}
+        of_queries = None
         if dq is not None and learned is not None and target is not None:
-            bias_gradient(self.builder, call, bwd_args, (rows[0], rows[1]), dq, learned, target)
+            flags = bias_gradient(self.builder, call, bwd_args, (rows[0], rows[1]), dq, learned, target)
+            of_queries = _Reported(flags, self.builder.visits(call, self.builder.schedule(self.query_kind), "queries"))
             known[learned.slot] = target
         elif dq is not None:
-            self._query_gradient(call, bwd_args, (rows[0], rows[1]), dq)
+            of_queries = self._query_gradient(call, bwd_args, (rows[0], rows[1]), dq)
         else:
             self._prepare(call, bwd_args, (rows[0], rows[1]))
-        for kind, pair in self._key_passes(dk, dv):
-            self._key_gradient(call, kind, (bwd_args.dout, rows[0], rows[1]), pair)
+        of_keys = [self._key_gradient(call, kind, (bwd_args.dout, rows[0], rows[1]), pair) for kind, pair in self._key_passes(dk, dv)]
+        if self.builder.excludes:
+            self._mend(call, bwd_args, (rows[0], rows[1]), (dq, dk, dv), of_queries, of_keys)
         if not self.builder.needs_capture_grads:
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self.builder, call, (bwd_args.dout, rows[0], rows[1]), bwd_args.dlse, known)
@@ -185,19 +204,37 @@ class PortableBackward:
             call.strides, self.builder.size(call, heads, 1), config, num_warps=4,
         )  # fmt: skip
 
-    def _query_gradient(self, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> None:
+    def _mend(
+        self, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+        of_queries: _Reported | None, of_keys: list[_Reported],
+    ) -> None:  # fmt: skip
+        """Launch the kernel that computes gradients that hold a NaN once more."""
+        tasks = []
+        if of_queries is not None:
+            tasks.append(query_tasks(self.builder, call, self.builder.schedule(self.query_kind).tile_q, of_queries.visits))
+        if of_keys:
+            kind = self._key_passes(*grads[1:])[0][0]
+            tasks.append(key_tasks(self.builder, call, self.builder.schedule(kind).tile_kv, of_keys[0].visits))
+        found = tuple(each.flags for each in (of_queries, *of_keys) if each is not None and each.flags is not None)
+        # where only one kind of gradient is needed, nothing reads the other's tasks
+        launch_mend_gradients(self.builder, call, bwd_args, rows, grads, found, tasks[0], tasks[-1], dependent=False)
+
+    def _query_gradient(self, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], dq: Tensor) -> _Reported:
         schedule, operands = self.builder.schedule(self.query_kind), call.operands
         visits = self.builder.visits(call, schedule, "queries")
         config = self.builder.config(call, schedule, visits, is_bounded=self.builder.is_by_bounds, line=call.line)
         stream = functools.partial(stream_operand, config, schedule.tile_kv, call.columns)
         heads = operands.query.shape[1]
+        programs = operands.query.shape[0] * heads * visits.tasks
+        flags = allocate_flags(self.builder, call, programs)
         call.launches.add(
-            attention_query_gradient, (operands.query.shape[0] * heads * visits.tasks,),
+            attention_query_gradient, (programs,),
             operands.query, stream(operands.key), stream(operands.value),
             RowInputs(bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse, *rows), dq,
-            self.builder.args(call, heads, visits), config,
+            None if flags is None else flags.flags, self.builder.args(call, heads, visits), config,
             call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
         )  # fmt: skip
+        return _Reported(flags, visits)
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
         """Kernels for dk and dv: one, or two if their accumulators do not fit into registers together."""
@@ -209,19 +246,24 @@ class PortableBackward:
             (name, (dk, None) if i == 0 else (None, dv)) for i, (name, t) in enumerate(zip(names, (dk, dv), strict=True)) if t is not None
         )
 
-    def _key_gradient(self, call: Pass, kind: str, rows: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]) -> None:
+    def _key_gradient(
+        self, call: Pass, kind: str, rows: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
+    ) -> _Reported:
         schedule, operands = self.builder.schedule(kind), call.operands
         visits = self.builder.visits(call, schedule, "keys")
         config = self.builder.config(call, schedule, visits, line=call.line)
         stream = functools.partial(stream_operand, config, schedule.tile_q, call.rows)
         heads = operands.key.shape[1]
+        programs = operands.key.shape[0] * heads * visits.tasks
+        flags = allocate_flags(self.builder, call, programs)
         call.launches.add(
-            attention_key_gradient, (operands.key.shape[0] * heads * visits.tasks,),
+            attention_key_gradient, (programs,),
             stream(operands.query), operands.key, operands.value, stream(rows[0]),
-            RowStats(*rows[1:]), KeyGradients(*grads),
+            RowStats(*rows[1:]), KeyGradients(*grads), None if flags is None else flags.flags,
             self.builder.args(call, heads, visits), config,
             call.line or call.functions.both, call.functions.by_key, num_warps=schedule.warps,
         )  # fmt: skip
+        return _Reported(flags, visits)
 
 
 def _is_listed(variant: Variant, block_size: tuple[int, int] | None) -> bool:

@@ -251,9 +251,9 @@ def product(q, keys, distance, affine, c):
     """q k^T of a tile of keys. An affine score function is the initial accumulator; `distance`: the tile's first key from where it
     starts."""
     if c.AFFINE:
-        start, slope = affine
+        start, slope = affine[0], affine[1]
         seed = affine_columns(start + distance.to(tl.float32) * slope, slope, c.TILE_KV)
-        return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [c.TILE_Q, c.TILE_KV]), input_precision=c.PRECISION)
+        return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [q.shape[0], c.TILE_KV]), input_precision=c.PRECISION)
     else:
         return tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
 
@@ -369,6 +369,9 @@ def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
     if c.MODE == "all":
         full = length // TILE
         return TaskTiles(task, full * 0, full, full, full * 0, full * 0, tl.cdiv(length, TILE) - full)
+    elif c.MODE == "every":
+        count = tl.cdiv(length, TILE)
+        return TaskTiles(task, count * 0, count * 0, count * 0, count, count * 0, count)
     else:
         row = (b * decode(table.b_stride) + h * decode(table.h_stride) + task).to(tl.int64)
         counts = table.counts + row * 4
@@ -381,6 +384,13 @@ def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
         else:
             full = tl.load(counts)
             return TaskTiles(row, full * 0, full, full, full * 0, full * 0, tl.load(counts + 1))
+
+
+@triton.jit
+def every_tile(tiles, c):
+    """All tiles of a task as one `TileRun`. `tiles`: its `TaskTiles`."""
+    count = tiles.full + tiles.part
+    return TileRun(tiles.row, tiles.part_first if c.MODE == "ranges" else tiles.full_first, count, count * 0, count * 0, count)
 
 
 @triton.jit

@@ -27,6 +27,8 @@ from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts, is_half
 from foci.backends.gpu.kernel_args import encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
+from foci.backends.gpu.mend import NanFlags
+from foci.backends.gpu.mend_launches import key_tasks, launch_mend_gradients, query_tasks
 from foci.backends.gpu.passes import Pass, PassBuilder
 from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.schedules import Schedule as Tiles
@@ -119,6 +121,9 @@ class _Streams(NamedTuple):
     widths: dict[int, int]
     """Padded head dims."""
 
+    found_nan: Tensor | None
+    """int32 [1], set by kernels whose results hold a NaN; None if nothing is excluded."""
+
     def describe(self, tensor: Tensor, rows: int) -> TensorDescriptor:
         return describe(tensor, rows, self.widths[tensor.shape[-1]], ragged=self.ragged)
 
@@ -175,9 +180,10 @@ class HopperBackward:
             if wants_all and scratch is None and short_q is None and self.fused is not None
             else None
         )
-        lines = self._launch_preprocess(call, bwd_args, (lse2, delta), (dq, dk, dv), sums)
+        found_nan = launches.empty((1,), (1,), torch.int32, query) if self.builder.excludes else None
+        lines = self._launch_preprocess(call, bwd_args, (lse2, delta), (dq, dk, dv), sums, found_nan)
         widths = dict(zip((p.head_dim, p.value_dim), self.widths, strict=True))
-        streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths)
+        streams = _Streams(query, key, value, dout, operands.cu_q is not None, lines, widths, found_nan)
         if sums is not None:
             self._launch_fused(call, streams, (dq, dk, dv), sums)
         elif scratch is not None and dq is not None:
@@ -186,13 +192,16 @@ class HopperBackward:
             self._launch_short_q(call, streams, (lse2, delta), (grads["dq"], grads["dk"], grads["dv"]), short_q)
         else:
             self._launch_dq_and_dk_dv(call, streams, (lse2, delta), (dq, dk, dv))
+        if found_nan is not None:
+            self._launch_mend(call, bwd_args, (lse2, delta), (dq, dk, dv), found_nan)
         if not any(p.capture_grads):
             return list(grads.values()), ()
         return list(grads.values()), capture_gradients(self.builder, call, (bwd_args.dout, lse2, delta), bwd_args.dlse)
 
     def _launch_preprocess(
-        self, call: Pass, bwd_args: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None
-    ) -> tuple[Tensor, Tensor, int]:
+        self, call: Pass, bwd_args: Given, row_values: tuple[Tensor, Tensor], grads: Grads, sums: _DqSums | None,
+        found_nan: Tensor | None,
+    ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
         """Launch row statistics and zeroing. Returns `_Streams.lines`."""
         operands, (batch, heads, _), length = call.operands, row_values[0].shape, call.rows
         visits = self._unmasked.visits(call, Tiles(128, 128, 4, 1), "queries")
@@ -206,7 +215,7 @@ class HopperBackward:
         call.launches.add(
             begin_gradients, (batch * heads * visits.tasks, 128 // tile),
             RowInputs(bwd_args.out, bwd_args.dout, bwd_args.lse, bwd_args.dlse), row_values, padded_rows,
-            keep, Counters(turns, encode(count)), grads, call.strides,
+            keep, Counters(turns, encode(count), found_nan), grads, call.strides,
             Heads(self.builder.size(call, heads, visits.tasks), encode(operands.key.shape[1]), visits.spans, encode(pitch)),
             self.builder.config(call, Tiles(tile, tile, 4, 1), None), num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
         )  # fmt: skip
@@ -228,7 +237,10 @@ class HopperBackward:
             attention_query_gradient, (batch * heads * visits.tasks,),
             desc(streams.query, 64), desc(streams.key, tiles.tile_kv), desc(streams.value, tiles.tile_kv), desc(streams.dout, 64),
             *rows, desc(dq, 64),
-            BackwardParams(self.builder.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
+            BackwardParams(
+                self.builder.size(call, heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment,
+                streams.found_nan,
+            ),
             self._build_config(call, tiles, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask), num_warps=4,
         )  # fmt: skip
 
@@ -247,13 +259,14 @@ class HopperBackward:
         call.launches.add(
             attention_few_gradients, (batch * heads * programs,),
             *(desc(t, 64) for t in streams[:4]), rows, desc(dq, 64) if partials is None else None, desc(dk, 64), desc(dv, 64), partials,
-            size, call.operands.scale, call.environment, config, BackwardFunctions(functions.pre, functions.both, functions.mask),
-            num_warps=4,
+            size, call.operands.scale, call.environment, streams.found_nan, config,
+            BackwardFunctions(functions.pre, functions.both, functions.mask), num_warps=4,
         )  # fmt: skip
         if partials is not None:
             call.launches.add(
                 reduce_dq_partials, (batch * heads, -(-call.rows * self.widths[0] // REDUCE_NUMBERS)),
-                partials.sums, dq, call.strides.dq, size, partials.count, call.operands.scale, config, call.unit, REDUCE_NUMBERS, 8,
+                partials.sums, dq, streams.found_nan, call.strides.dq, size, partials.count, call.operands.scale, config, call.unit,
+                REDUCE_NUMBERS, 8,
                 num_warps=4, maxnreg=REDUCE_REGISTERS,
             )  # fmt: skip
 
@@ -282,7 +295,7 @@ class HopperBackward:
             self._launch_dk_dv(call, streams, grads, visits, ds_scratch, HeadChunk(encode(first), encode(count), tiles))
             call.launches.add(
                 attention_kept_gradient, (count * group * tasks,),
-                _describe_ds(ds_scratch, shape.tile_kv, 64), desc(streams.key, shape.tile_kv), desc(dq, 64),
+                _describe_ds(ds_scratch, shape.tile_kv, 64), desc(streams.key, shape.tile_kv), desc(dq, 64), streams.found_nan,
                 self.builder.size(call, heads, tasks), HeadChunk(encode(first * group), encode(count * group), tiles), call.operands.scale,
                 config, num_warps=4,
             )  # fmt: skip
@@ -305,7 +318,10 @@ class HopperBackward:
             desc(streams.query, tiles.tile_q), desc(streams.key, 64), desc(streams.value, 64), desc(streams.dout, tiles.tile_q),
             *streams.describe_row_values(tiles.tile_q), *(None if t is None else desc(t, 64) for t in grads),
             None if ds_scratch is None else _describe_ds(ds_scratch, 64, tiles.tile_q), chunk,
-            BackwardParams(self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment),
+            BackwardParams(
+                self.builder.size(call, kv_heads, visits.tasks), visits.spans, visits.table, operands.scale, call.environment,
+                streams.found_nan,
+            ),
             self._build_config(call, tiles, visits.mode), BackwardFunctions(functions.pre, functions.both, functions.mask), num_warps=4,
         )  # fmt: skip
 
@@ -348,7 +364,7 @@ class HopperBackward:
             order,
             FusedParams(
                 self.builder.size(call, kv_heads, by_key.tasks), by_key.spans, MaskedTable(*visits.table, bits), operands.scale,
-                call.numbers, call.environment,
+                call.numbers, call.environment, streams.found_nan,
             ),
             config, BackwardFunctions(functions.pre, functions.line or functions.both, functions.mask), functions.bounds,
             num_warps=4, launch_cooperative_grid=schedule.goes_round,
@@ -356,8 +372,17 @@ class HopperBackward:
         columns = math.gcd(self.widths[0], POSTPROCESS_COLUMNS)
         launches.add(
             finish_query_gradient, (batch * heads * by_query.tasks, shape.tile_q // 64 * self.widths[0] // columns),
-            added, order, grads[0], call.strides.dq, self.builder.size(call, heads, by_query.tasks), by_query.spans,
+            added, order, grads[0], streams.found_nan, call.strides.dq, self.builder.size(call, heads, by_query.tasks), by_query.spans,
             operands.scale, self._build_config(call, shape, "all"), call.unit, columns, num_warps=4, maxnreg=ROW_KERNEL_REGISTERS,
+        )  # fmt: skip
+
+    def _launch_mend(self, call: Pass, bwd_args: Given, rows: tuple[Tensor, Tensor], grads: Grads, found_nan: Tensor) -> None:
+        """Launch the kernel that computes gradients that hold a NaN once more."""
+        tiles = Tiles(128, 128, 4, 1)
+        by_query, by_key = (self._unmasked.visits(call, tiles, side) for side in ("queries", "keys"))
+        launch_mend_gradients(
+            self.builder, call, bwd_args, rows, grads, (NanFlags(found_nan, encode(1)),),
+            query_tasks(self.builder, call, 128, by_query), key_tasks(self.builder, call, 128, by_key), dependent=True,
         )  # fmt: skip
 
     def _rank_key_tiles(self, call: Pass, visits: TileTable, tiles: TileShape, tasks: int) -> Tensor | None:

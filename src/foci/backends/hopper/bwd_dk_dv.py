@@ -25,6 +25,7 @@ from foci.backends.hopper.bwd_tile_math import (
     column_idx,
     find_backward_task,
     recompute_weights,
+    report_nan,
     row_idx,
     row_line,
     scale_dscore,
@@ -327,6 +328,7 @@ def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, f
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, k_tile, scale_accumulators(dk, scale), c.JAGGED)
     if VALUE:
         store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, tile_pieces(smem.pair.do_v_tiles, AT), dv, c.JAGGED)
+    report_nan(params.found_nan, dk if KEY else dv)
     tma.store_wait(0)
 
 

@@ -31,6 +31,7 @@ from foci.backends.hopper.bwd_tile_math import (
     find_backward_task,
     load_row_values,
     recompute_weights,
+    report_nan,
     scale_dscore,
     split_runs,
 )
@@ -117,6 +118,7 @@ def query_consumer(half: gl.constexpr, smem, dq_out, row_values, task, params, c
     dq, n = accumulate_dq(dq, n, half, smem, query_ctx, masked_run, params, c, functions, True)
     # stage dq in the query tile: only this warpgroup reads its 64 queries, and it is done
     store_pieces(dq_out, memory_b, h, first, q_start, q_len, tile_pieces(smem.pair.qk_tiles, half), scale_accumulators(dq, scale), c.JAGGED)
+    report_nan(params.found_nan, dq)
     tma.store_wait(0)
 
 
@@ -187,7 +189,7 @@ def begin_dq_product(rows, keys, sums):
 
 
 @gluon.jit
-def ds_consumer(half: gl.constexpr, tiles, bars, dq, place, count, scale, c):
+def ds_consumer(half: gl.constexpr, tiles, bars, dq, found_nan, place, count, scale, c):
     """One warpgroup: dq of 64 queries, one product in flight."""
     ds_tiles, k_tiles, out_tiles = tiles
     full, empty = bars
@@ -206,11 +208,12 @@ def ds_consumer(half: gl.constexpr, tiles, bars, dq, place, count, scale, c):
     dq_sums = wait_accumulators(dq_sums)
     mbarrier.arrive(empty.index((count + c.STAGES - 1) % c.STAGES), count=1)
     store_pieces(dq, place.b, place.h, half_first, 0, 0, tile_pieces(out_tiles, half), scale_accumulators(dq_sums, scale), False)
+    report_nan(found_nan, dq_sums)
     tma.store_wait(0)
 
 
 @gluon.jit
-def attention_kept_gradient(ds_scratch, k, dq, size, chunk, scale, c):
+def attention_kept_gradient(ds_scratch, k, dq, found_nan, size, chunk, scale, c):
     """dq of one tile of 128 queries of a chunk of heads. Shapes are in the legend above."""
     b, h, task, slot = find_chunk_task(chunk, size, True)
     first = task * c.TILE_Q
@@ -225,8 +228,8 @@ def attention_kept_gradient(ds_scratch, k, dq, size, chunk, scale, c):
     place = QueryTile(b, h, slot, first, decode(size.group))
     gl.warp_specialize(
         [
-            (ds_consumer, (0, (ds_tiles, k_tiles, out_tiles), bars, dq, place, count, scale, c)),
-            (ds_consumer, (1, (ds_tiles, k_tiles, out_tiles), bars, dq, place, count, scale, c)),
+            (ds_consumer, (0, (ds_tiles, k_tiles, out_tiles), bars, dq, found_nan, place, count, scale, c)),
+            (ds_consumer, (1, (ds_tiles, k_tiles, out_tiles), bars, dq, found_nan, place, count, scale, c)),
             (ds_producer, (ds_scratch, k, (ds_tiles, k_tiles), bars, place, chunk, count, c)),
         ],
         [4, 1],

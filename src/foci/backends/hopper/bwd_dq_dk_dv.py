@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
 from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_pair
-from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, recompute_weights, row_idx, row_line, scale_dscore
+from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, recompute_weights, report_nan, row_idx, row_line, scale_dscore
 from foci.backends.hopper.dq_semaphore import (
     SHARE_LINE,
     count_query_tiles,
@@ -89,6 +89,7 @@ class FusedParams(NamedTuple):
     scale: Any
     numbers: Any
     env: Any
+    found_nan: Any
 
 
 class FusedContext(NamedTuple):
@@ -314,12 +315,14 @@ def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, 
         free = view_smem(buffer, buffer.dtype, [c.TILE_Q // c.D_PAD, ROWS, c.D_PAD], smem_layout(ROWS, c.D_PAD))
         store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, (free.index(0),), dv, c.JAGGED)
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, (free.index(1),), dk, c.JAGGED)
+        report_nan(params.found_nan, dk)
     else:
         # stage both in this warpgroup's half of V, which no one else reads; the other warpgroup may still read K for dq
         v = tile_pieces(smem.pair.do_v_tiles, half)
         store_pieces(dv_out, memory_b, kv_h, half_first, kv_start, kv_len, v, dv, c.JAGGED)
         tma.store_wait(0)
         store_pieces(dk_out, memory_b, kv_h, half_first, kv_start, kv_len, v, dk, c.JAGGED)
+        report_nan(params.found_nan, dk)
         tma.store_wait(0)
         # all threads must be done before one arrives
         thread_barrier()

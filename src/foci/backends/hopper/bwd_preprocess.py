@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from foci.backends.gpu.backward import prepare_row_stats
+from foci.backends.gpu.excluded_products import is_finite
+from foci.backends.gpu.row_stats import prepare_row_stats
 from foci.backends.gpu.tiles import PackedRows, clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
 from foci.backends.hopper.dq_semaphore import slot_size
 
@@ -31,6 +32,7 @@ class Counters(NamedTuple):
 
     turns: Any  # int32, or None
     count: int  # their number, encoded
+    found_nan: Any  # int32 [1], or None: see `bwd_tile_math.report_nan`
 
 
 class Heads(NamedTuple):
@@ -71,7 +73,9 @@ def begin_gradients(inputs, rows, lines, keep, counters, grads, strides, heads, 
     """
     size, spans, pitch = heads.size, heads.spans, heads.pitch
     out, dout, lse, dlse = inputs
-    turns, count = counters
+    turns, count = counters.turns, counters.count
+    if counters.found_nan is not None:
+        tl.store(counters.found_nan, 0, mask=tl.program_id(0) + tl.program_id(1) == 0)
     if turns is not None:
         n = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         for start in range(n * 128, decode(count), tl.num_programs(0) * tl.num_programs(1) * 128):
@@ -110,7 +114,7 @@ def begin_gradients(inputs, rows, lines, keep, counters, grads, strides, heads, 
 
 
 @triton.jit
-def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
+def finish_query_gradient(sums, order, dq, found_nan, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
     """dq = scale * (sum of its accumulators), in the dtype of dq. A task is a query tile of a head; program (task, n) writes
     the n-th group of COLS columns of 64 rows. A tile that no key visits has no accumulators, and dq = 0.
 
@@ -118,6 +122,7 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
         sums: float32, `order.sums` slots for each tile, each two halves as `dq_semaphore.store_dq_share` lays them out, of equal size.
         order: `dq_semaphore.Order`, whose counters say which slots were written.
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
+        found_nan: set if a sum is NaN or infinite, see `bwd_tile_math.report_nan`; or None.
     """
     b, memory_b, h, task, tile = find_task(size, spans, c, False)
     if c.JAGGED and b < 0:
@@ -153,11 +158,14 @@ def finish_query_gradient(sums, order, dq, strides, size, spans, scale, c, UNIT:
     inside = (rows < q_len)[:, None] & (cols < c.D)[None, :]
     at = head + (q_start + rows).to(tl.int64) * (decode(strides.s) * UNIT)
     tl.store(dq + at[:, None] + cols[None, :], share.to(dq.dtype.element_ty), mask=inside)
+    if found_nan is not None:
+        is_bad = tl.max(tl.where(is_finite(total_dq), 0, 1), 0) > 0
+        tl.store(found_nan, 1, mask=is_bad)
 
 
 @triton.jit
 def reduce_dq_partials(
-    partials, dq, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, PARTIALS_AT_ONCE: tl.constexpr
+    partials, dq, found_nan, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, PARTIALS_AT_ONCE: tl.constexpr
 ):
     """dq = scale * (sum of partials), for heads whose keys several programs shared (`bwd_short_q`). Partials are added in order; a program
     writes NUMBERS elements of a head.
@@ -165,6 +173,7 @@ def reduce_dq_partials(
     Args:
         partials: float32 [B, H, count, 128, D_PAD]; `count` is encoded.
         dq: [B, H, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
+        found_nan: as in `finish_query_gradient`.
         PARTIALS_AT_ONCE: partials loaded together.
     """
     head = tl.program_id(0)
@@ -179,4 +188,8 @@ def reduce_dq_partials(
     row, column = at // c.D_PAD, at % c.D_PAD
     to = b.to(tl.int64) * (decode(strides.b) * UNIT) + h.to(tl.int64) * (decode(strides.h) * UNIT)
     to += row.to(tl.int64) * (decode(strides.s) * UNIT) + column
-    tl.store(dq + to, (acc * scale).to(dq.dtype.element_ty), mask=(row < decode(size.rows)) & (column < c.D))
+    inside = (row < decode(size.rows)) & (column < c.D)
+    tl.store(dq + to, (acc * scale).to(dq.dtype.element_ty), mask=inside)
+    if found_nan is not None:
+        is_bad = tl.max(tl.where(is_finite(acc), 0, 1), 0) > 0
+        tl.store(found_nan, 1, mask=is_bad)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import decode
 from foci.backends.hopper.bwd_producer import PairPlace, PairSources, StationaryPair, allocate_pair, load_stationary, make_ring, stream_pair
-from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, load_row_values, recompute_weights, scale_dscore
+from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, load_row_values, recompute_weights, report_nan, scale_dscore
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
@@ -84,6 +84,7 @@ class ShortQParams(NamedTuple):
     slot: Any  # number of the program
     scale: Any
     env: Any
+    found_nan: Any  # see `bwd_tile_math.report_nan`
 
 
 @gluon.jit
@@ -114,7 +115,7 @@ def begin_dk_dv(smem, half: gl.constexpr, n, opaque, c):
 
 
 @gluon.jit
-def store_dk_dv(output, dkv, n, span, c):
+def store_dk_dv(output, dkv, n, span, found_nan, c):
     """Begin a TMA store of dv or dk of the n-th tile of keys, once the previous store has read the staging tile. `output`: (target, staging
     tile, factor)."""
     target, out_tile, factor = output
@@ -122,6 +123,7 @@ def store_dk_dv(output, dkv, n, span, c):
     thread_barrier()
     row = (span.first_tile + n) * c.TILE_KV
     store_pieces(target, span.b, span.h, row, 0, span.kv_len, out_tile, scale_accumulators(dkv, factor), c.JAGGED)
+    report_nan(found_nan, dkv)
 
 
 @gluon.jit
@@ -156,7 +158,7 @@ def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.c
         fence_async_shared()
         mbarrier.arrive(smem.exchange_full.index(i & 1), count=1)
         if i > 0:
-            store_dk_dv(output, dkv, i - 1, span, c)
+            store_dk_dv(output, dkv, i - 1, span, params.found_nan if half == 1 else None, c)
         dq = wait_accumulators(dq)
         mbarrier.arrive(smem.ring.empty.index(stage), count=1)
     return dq
@@ -166,7 +168,7 @@ def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.c
 def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params, c, functions):
     """One warpgroup: dq of 64 queries; and dv of all keys of the program (half 0) or dk (half 1)."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
-    heads, slot, scale, env = params
+    heads, slot, scale, env = params.heads, params.slot, params.scale, params.env
     dq_out, dk_out, dv_out, partials = outputs
     b, h, q_len, kv_len, first_tile, count = span
     row = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
@@ -189,11 +191,12 @@ def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params
     dq = accumulate_short_q(dq, smem, output, query_ctx, (0, full), params, c, half, functions, False)
     dq = accumulate_short_q(dq, smem, output, query_ctx, (full, count), params, c, half, functions, True)
     dkv = wait_accumulators(begin_dk_dv(smem, half, count - 1, opaque_value(0), c))
-    store_dk_dv(output, dkv, count - 1, span, c)
+    store_dk_dv(output, dkv, count - 1, span, params.found_nan if half == 1 else None, c)
     if partials is None:
         tma.store_wait(0)
         thread_barrier()
         store_pieces(dq_out, b, h, half * ROWS, 0, q_len, out_tile, scale_accumulators(dq, scale), c.JAGGED)
+        report_nan(params.found_nan, dq)
     else:
         store_partial_dq(partials.sums + slot * (2 * ROWS * c.D_PAD), dq, half, q_len, c)
     tma.store_wait(0)
@@ -217,7 +220,7 @@ def store_dq_columns(sums, dq_piece, half: gl.constexpr, q_len, pitch, WIDTH: gl
 
 
 @gluon.jit
-def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size, scale, env, c, functions):
+def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size, scale, env, found_nan, c, functions):
     """dq, dk and dv of one head, or of a part of its keys. Shapes are in the legend above.
 
     row_values: (lse, delta). partials: None, or `SplitKVPartials`; then dq is None.
@@ -245,7 +248,7 @@ def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size,
         count = gl.minimum(tiles - first_tile, decode(partials.tiles))
     b = head // heads
     span = KeySpan(b, head - b * heads, decode(size.rows), kv_len, first_tile, count)
-    params = ShortQParams(heads, gl.program_id(0), scale, env)
+    params = ShortQParams(heads, gl.program_id(0), scale, env, found_nan)
     outputs = (dq, dk, dv, partials)
     gl.warp_specialize(
         [

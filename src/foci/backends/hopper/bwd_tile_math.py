@@ -31,6 +31,19 @@ def row_line(b, memory_b, h, heads, q_start, pitch, c):
 
 
 @gluon.jit
+def report_nan(found_nan, acc):
+    """Set `found_nan` if the accumulators hold a NaN or an infinity: `foci.backends.gpu.mend` then looks at the results. None: nothing
+    is excluded, so nothing would change. Where both dv and dk are computed, only dk need be reported: dv holds a NaN where a gradient of
+    the result does, and then so do dP, dS and dk."""
+    if found_nan is not None:
+        for i in gl.static_range(len(acc)):
+            # NaN where the row has a NaN or an infinity, else 0
+            row = gl.sum(acc[i] * 0.0, 1)
+            at = gl.arange(0, acc[i].shape[0], row.type.layout) * 0
+            gl.store(found_nan + at, at + 1, mask=row != row)
+
+
+@gluon.jit
 def split_runs(table, b, h, task, length, c, TILE: gl.constexpr):
     """Streamed tiles that a task visits: (full run, masked run), each a `VisitRun`."""
     tiles = tile_runs(table, b, h, task, length, c, TILE)

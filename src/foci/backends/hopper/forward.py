@@ -160,11 +160,12 @@ def accumulate_in_turn(state, operands, row_ctx, consumer_task, steps, params, c
         partial = (i < segments.full_begin) | (i >= segments.full_end)
         x = tile_scores(raw, tile, mask_bits, partial, row_ctx, params.env, c, functions.score, functions.mask, MASKED)
         # online softmax
-        p, acc, alpha, row_state, row_sum = softmax_tile(x, acc, row_state, row_sum, row_ctx.factor, c)
+        step = softmax_tile(x, acc, row_state, row_sum, row_ctx.factor, c)
+        acc, row_state, row_sum = step.acc, step.row_state, step.row_sum
         if not rescales_acc(acc, c.TILE_KV):
-            acc = rescale_acc(acc, alpha)
+            acc = rescale_acc(acc, step.alpha)
         # rounding before the wait lets it interleave with the exponentials
-        p = round_weights_in_place(apply_dropout(p, drops, c), kv.k_tiles[0].dtype, c)
+        p = round_weights_in_place(apply_dropout(step.p, drops, c), kv.k_tiles[0].dtype, c)
         # O += P V
         mbarrier.wait(kv.v_full.index(stage), phase)
         acc = wait_accumulators(begin_pv(p, tile_pieces(kv.v_tiles, stage), acc))
@@ -196,15 +197,16 @@ def accumulate_overlapped(state, operands, row_ctx, consumer_task, steps, params
         partial = (i < segments.full_begin) | (i >= segments.full_end)
         x = tile_scores(raw, tile, mask_bits, partial, row_ctx, params.env, c, functions.score, functions.mask, MASKED)
         # online softmax; acc is still in use by P V, so it is rescaled below
-        p_next, unused, alpha, row_state, row_sum = softmax_tile(x, (), row_state, row_sum, row_ctx.factor, c)
-        p_next = apply_dropout(p_next, drops, c)
+        step = softmax_tile(x, (), row_state, row_sum, row_ctx.factor, c)
+        row_state, row_sum = step.row_state, step.row_sum
+        p_next = apply_dropout(step.p, drops, c)
         if c.EARLY_ROUNDING:
             p_next = pack_weights(p_next, kv.k_tiles[0].dtype, c, PURE=False)
         # this wait contains branches, which keep the exponentials before the wait for P V; without it ptxas moves them behind
         mbarrier.wait(kv.v_full.index(stage), ((operands.base + i) // c.STAGES) & 1)
         acc = wait_accumulators(acc)
         release_stage(kv.v_free, prev_stage, c, 1)
-        acc = rescale_acc(acc, alpha)
+        acc = rescale_acc(acc, step.alpha)
         if c.EARLY_ROUNDING:
             p = p_next
         else:
@@ -250,8 +252,9 @@ def accumulate_tiles(state, operands, row_ctx, consumer_task, params, c, functio
         release_queries(operands.q_free, operands.me, start == end - 1, c)
         # masking a full tile changes nothing
         x = tile_scores(raw, tile, mask_bits, True, row_ctx, params.env, c, functions.score, functions.mask, BOTH)
-        p, unused, alpha, row_state, row_sum = softmax_tile(x, (), row_state, row_sum, row_ctx.factor, c)
-        p = pack_weights(apply_dropout(p, drop_bits(tile, row_ctx, c), c), kv.k_tiles[0].dtype, c)
+        softmax = softmax_tile(x, (), row_state, row_sum, row_ctx.factor, c)
+        row_state, row_sum = softmax.row_state, softmax.row_sum
+        p = pack_weights(apply_dropout(softmax.p, drop_bits(tile, row_ctx, c), c), kv.k_tiles[0].dtype, c)
         mbarrier.wait(kv.v_full.index(stage), ((base + start) // c.STAGES) & 1)
         begun = SoftmaxState(acc, p, row_state, row_sum)
         next = start + 1

@@ -18,6 +18,7 @@ from foci.backends.gpu.compiling import after_launches
 from foci.backends.gpu.functions import capture_layouts
 from foci.backends.gpu.kernel_args import encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
+from foci.backends.gpu.mend_launches import launch_mend_rows, query_tasks
 from foci.backends.gpu.passes import Pass, PassBuilder
 from foci.backends.gpu.portable_passes import PortableForward
 from foci.backends.gpu.schedules import Schedule as Tiles
@@ -113,6 +114,10 @@ class HopperForward:
         if is_jagged:
             places = (call.strides.out, size, visits.spans, self.builder.config(call, tiles, visits))
             launches.add(zero_fill_gaps, (query.shape[1],), out, lse, row_max, *places, between=True, launch_pdl=True)
+        if self.builder.excludes:
+            launch_mend_rows(
+                self.builder, call, Results(out, lse, row_max), query_tasks(self.builder, call, schedule.tile_q, visits), dependent=True
+            )
         return Results(out, lse, row_max)
 
     def of_other_lengths(self) -> Iterator[HopperForward]:

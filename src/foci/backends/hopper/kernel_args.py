@@ -152,6 +152,7 @@ class BackwardParams(NamedTuple):
     table: Any
     scale: Any
     env: Any
+    found_nan: Any  # see `bwd_tile_math.report_nan`
 
 
 class BackwardFunctions(NamedTuple):

@@ -4,6 +4,8 @@
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
+from typing import Any, NamedTuple
+
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import ROWS, split_columns
 from foci.backends.hopper.online_softmax import broadcast_lanes, column_groups, exp2_scores, update_row_max
@@ -20,6 +22,16 @@ __all__ = [
 ]
 
 
+class TileSoftmax(NamedTuple):
+    """Weights of a tile, and the state of the online softmax after it."""
+
+    p: Any  # weights
+    acc: Any
+    alpha: Any  # factor of the accumulators
+    row_state: Any
+    row_sum: Any
+
+
 @gluon.jit
 def sum_by_thread(p):
     """Sum the columns that each thread holds; threads combine once, at the end. Written out because `gl.sum` adds in pairs from Triton 3.8
@@ -34,13 +46,10 @@ def sum_by_thread(p):
 
 @gluon.jit
 def softmax_tile(x, acc, row_state, row_sum, factor, c):
-    """Online softmax of one tile. Returns (weights, acc, alpha, row_state, row_sum).
-
-    acc is rescaled already if `online_softmax.rescales_acc`; else the caller multiplies it by alpha.
-    """
+    """Online softmax of one tile. acc is rescaled already if `online_softmax.rescales_acc`; else the caller multiplies it by alpha."""
     acc, alpha, row_state, row_sum = update_row_max(x, acc, row_state, row_sum, factor, c.EXACT_MAX)
     p = exp2_scores(x, row_state)
-    return p, acc, alpha, row_state, row_sum + sum_by_thread(p)
+    return TileSoftmax(p, acc, alpha, row_state, row_sum + sum_by_thread(p))
 
 
 @gluon.jit

@@ -97,7 +97,7 @@ class PagedKernel(Kernel):
         schedule = self._schedule(kind, operands)
         # one row of the table for all queries
         visits = build_visits(builder, call, replace(schedule, tile_q=padded_dim(query.shape[2])), "queries")
-        config = builder.config(call, schedule, visits)
+        config = builder.config(call, schedule, visits, excludes=builder.excludes and kind == "decode")
         stream = functools.partial(stream_operand, config, schedule.tile_kv, key.shape[2])
         splits = self._count_splits(kind, schedule, operands)
         pages = Pages(lengths, table, encode(table.stride(0)), encode(table.stride(1)), tl.constexpr(key.shape[2]))
