@@ -18,7 +18,6 @@ These are no records:
 """
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -58,15 +57,6 @@ PROTOCOLS = {
     "operator/op_schema.py:flatten": "the arguments of foci::attention",
 }
 """Functions whose tuples torch prescribes."""
-
-LEFT = {
-    "backends/gpu/tile_tables.py:build_visits": 1,
-    "backends/hopper/bwd_preprocess.py:begin_gradients": 1,
-    "backends/hopper/bwd_preprocess.py:finish_query_gradient": 1,
-    "backends/hopper/bwd_tile_math.py:find_backward_task": 1,
-    "backends/triton/paged.py:PagedKernel.forward": 1,
-}
-"""Places that are left to convert, by function. Numbers may only become smaller: lower a number, or delete its line, with the place."""
 
 
 def name_of(node):
@@ -204,13 +194,7 @@ FOUND = [crossing for path in sorted(SOURCE.rglob("*.py")) for crossing in cross
 
 
 def test_no_long_tuple_crosses_a_function():
-    counts = Counter(name for name, _, _ in FOUND)
-    assert [c for c in FOUND if counts[c[0]] > LEFT.get(c[0], 0)] == []
-
-
-def test_what_is_left_is_there():
-    counts = Counter(name for name, _, _ in FOUND)
-    assert {name: count for name, count in LEFT.items() if counts[name] < count} == {}
+    assert FOUND == []
 
 
 RECORD = "a, b + 1, f(c), d, 5"

@@ -82,7 +82,7 @@ class GpuKernel(RepeatablePasses, Kernel):
         if is_elsewhere(operands.query):
             with torch.cuda.device(operands.query.device):
                 return self.forward(operands)
-        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed)
+        inputs = (*operands.tensors, operands.seed)
         precompile_packed(self, operands)
         sequences, asked = operand_sequences(operands), self.builder.problem.formula.outputs
         if asked.column_sums or asked.weights:
@@ -114,7 +114,7 @@ class GpuKernel(RepeatablePasses, Kernel):
         dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
         bwd_args = Given(results.out, results.lse.contiguous(), without_overlap(cotangents.out, results.out), dlse)
         key = self.pass_key(operands, bwd_args) if self._is_all_launches(operands, flow) else None
-        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, *bwd_args)
+        inputs = (*operands.tensors, operands.seed, *bwd_args)
         launches = LaunchBuilder(inputs, None if key is None else current_stream(operands.query))
         with nullcontext() if self.needs_capture_grads else compile_in_parallel():
             grads, captures = self.backward_pass.build(operands, bwd_args, sequences, launches, flow)

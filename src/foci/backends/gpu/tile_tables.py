@@ -221,25 +221,42 @@ _DENSE_SEQUENCES: Final = Sequences()
 """The `Sequences` of every dense call."""
 
 
+class _TableKey(NamedTuple):
+    """Key of a tile table."""
+
+    classes: Hashable  # see `_key_of_classes`
+    tile_q: int
+    tile_kv: int
+    by_work: bool
+    side: str
+
+
+def _key_of_classes(builder: PassBuilder, call: Pass, sequences: tuple[Sequences, ...], read: tuple[Tensor, ...]) -> Hashable:
+    """Key of the classes of tiles, whatever the sizes of these. `read`: tensors that the mask reads."""
+    o = call.operands
+    return (
+        builder.variant.mask, *map(id, sequences), o.query.shape[:2], o.key.shape[1], o.max_q, o.max_kv, o.ints, o.floats,
+        o.query.device, current_stream(o.query), *map(tensor_state, read), builder.problem.formula.block_size, int(call.rows),
+        int(call.columns),
+    )  # fmt: skip
+
+
 def build_visits(builder: PassBuilder, call: Pass, schedule: Schedule, side: str) -> TileTable:
     """Build the tile table of a kernel whose tasks are tiles of `side`, "queries" or "keys".
 
     The table is cached as long as lengths, numbers and captured tensors (the same objects at the same version) do not change. It is not
     cached while a CUDA graph is captured: it would outlive the graph's memory, and the graph's inputs change unseen.
     """
-    operands, block_size = call.operands, builder.problem.formula.block_size
+    operands = call.operands
     read = builder.read_by_masks(operands)
     is_unkept = operands.blocks is not None and operands.program is None  # compiled code computes a new block mask at each call
     if not call.sequences.stays or is_unkept or _changes_unseen(operands.query, read):
         return _make(builder, call, schedule, side, None)
     if cache_check.ENABLED and operands.program is None:  # results of cached launches are compared with this call's
         return _make(builder, call, schedule, side, None)
-    query, key, sequences = operands.query, operands.key, () if operands.cu_q is None else (call.sequences,)
-    what = (
-        builder.variant.mask, *map(id, sequences), query.shape[:2], key.shape[1], operands.max_q, operands.max_kv, operands.ints,
-        operands.floats, query.device, current_stream(query), *map(tensor_state, read), block_size, int(call.rows), int(call.columns),
-    )  # fmt: skip
-    known = (*what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
+    sequences = () if operands.cu_q is None else (call.sequences,)
+    what = _key_of_classes(builder, call, sequences, read)
+    known = _TableKey(what, schedule.tile_q, schedule.tile_kv, schedule.by_work, side)
     table: TileTable | None = find_derived("tile tables", known)
     if table is None and call.launches.is_ahead:
         return _make(builder, call, schedule, side, None)
@@ -284,7 +301,7 @@ class _Tasks:
         return lambda sequences, tokens, _: (self.at(sequences, tokens), *sequences.tensors)
 
 
-def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known: tuple[object, ...] | None) -> TileTable:
+def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known: Hashable) -> TileTable:
     """Build a tile table. `known`: key by which tile classes are cached, None if they are not."""
     operands, mask = call.operands, builder.variant.mask
     tasks = _tasks(builder, call, schedule, side)
@@ -298,13 +315,12 @@ def _make(builder: PassBuilder, call: Pass, schedule: Schedule, side: str, known
     classes: Tensor | None = None
     if known is not None and operands.cu_q is None:
         # forward and backward, and the tables of both sides, share the classes
-        known = (*known, grid.grain)
-        classes = find_derived("tile classes", known)
+        classes = find_derived("tile classes", (known, grid.grain))
     if classes is None:
         classes = _classify(builder, call, schedule, tasks, grid, launches)
         if known is not None and operands.cu_q is None:
             read = builder.read_by_masks(operands)
-            after_launches(functools.partial(cache_derived, "tile classes", known, read, classes))
+            after_launches(functools.partial(cache_derived, "tile classes", (known, grid.grain), read, classes))
     table = _list(call, tasks, grid, classes, visits, launches)
     if launches is not call.launches:
         launches.finish((call.rows, call.columns))

@@ -81,7 +81,8 @@ def begin_gradients(inputs, rows, lines, keep, counters, grads, strides, heads, 
         for start in range(n * 128, decode(count), tl.num_programs(0) * tl.num_programs(1) * 128):
             at = start + tl.arange(0, 128)
             tl.store(turns + at, tl.zeros([128], tl.int32), mask=at < decode(count))
-    b, memory_b, h, task, tile = find_task(size, spans, c, False)
+    place = find_task(size, spans, c, False)
+    b, memory_b, h, task, tile = place.b, place.memory_b, place.h, place.task, place.tile
     if c.JAGGED and b < 0:
         if tile == 0 and tl.program_id(1) == 0:
             clear_head_gaps(grads, strides, size, heads.kv_heads, spans, h, c)
@@ -124,7 +125,8 @@ def finish_query_gradient(sums, order, dq, found_nan, strides, size, spans, scal
         dq: [B, Hq, Sq, D], its last dimension contiguous; strides are encoded, in units of UNIT.
         found_nan: set if a sum is NaN or infinite, see `bwd_tile_math.report_nan`; or None.
     """
-    b, memory_b, h, task, tile = find_task(size, spans, c, False)
+    place = find_task(size, spans, c, False)
+    b, memory_b, h, task, tile = place.b, place.memory_b, place.h, place.task, place.tile
     if c.JAGGED and b < 0:
         return
     q_start, q_len, kv_start, kv_len = sequence_at(spans, size, b, task, c)

@@ -16,8 +16,8 @@ from foci.backends.hopper.smem import tile_pieces
 @gluon.jit
 def find_backward_task(size, spans, c, LONGEST_FIRST: gl.constexpr):
     """`Task` of this program."""
-    b, memory_b, h, index, tile = find_task(size, spans, c, LONGEST_FIRST)
-    return Task(b, memory_b, h, tile, index)
+    place = find_task(size, spans, c, LONGEST_FIRST)
+    return Task(place.b, place.memory_b, place.h, place.tile, place.task)
 
 
 @gluon.jit

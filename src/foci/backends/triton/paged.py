@@ -62,7 +62,7 @@ class PagedKernel(Kernel):
         if not self.reads_pages(operands):
             return self.gathered.forward(operands)
         lengths, table = _collect_pages(operands)
-        inputs = (operands.query, operands.key, operands.value, *operands.captures, operands.seed, lengths, table)
+        inputs = (*operands.tensors, operands.seed, lengths, table)
         key = self.native.pass_key(operands) if lengths is operands.kv_lengths else None
         launches = _Joined(inputs, None if key is None else current_stream(operands.query))
         with compile_in_parallel():
