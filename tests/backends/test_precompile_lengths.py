@@ -21,7 +21,17 @@ from foci.compat.triton import COMPILE_OPTIONS
 from foci.operator import autograd
 
 FIRST = Sizes(2, 300, 300)
-FORWARD = {"attention_forward", "zero_counters", "classify_tiles", "list_tiles", "mark_keys", "cover_keys", "order_tasks", "pack_masks"}
+FORWARD = {
+    "attention_forward",
+    "mend_rows",
+    "zero_counters",
+    "classify_tiles",
+    "list_tiles",
+    "mark_keys",
+    "cover_keys",
+    "order_tasks",
+    "pack_masks",
+}
 LENGTHS = (1, 5, 17, 64, 100, 257, 500, 1000, 1025, 2050, 4096, 5000, 9000, 16384)
 BATCHES = (1, 2, 3, 8, 17, 64)
 

@@ -187,7 +187,7 @@ class PortableBackward:
         else:
             self._prepare(call, bwd_args, (rows[0], rows[1]))
         of_keys = [self._key_gradient(call, kind, (bwd_args.dout, rows[0], rows[1]), pair) for kind, pair in self._key_passes(dk, dv)]
-        if self.builder.excludes:
+        if self.builder.excludes and grads:
             self._mend(call, bwd_args, (rows[0], rows[1]), (dq, dk, dv), of_queries, of_keys)
         if not self.builder.needs_capture_grads:
             return list(grads.values()), ()
