@@ -143,7 +143,7 @@ def test_whoever_watches_launches_is_told_of_them(launched):
     finally:
         knobs.runtime.launch_enter_hook.remove(watch)
     assert not called
-    assert [entry.is_launch for entry in worked_out] == [True]
+    assert [entry.is_launch for entry in worked_out] == [True, True]
 
 
 def test_one_tensor_in_two_places_has_a_pass_of_its_own(launched):
