@@ -228,7 +228,7 @@ def test_consumers_functions_are_read_once_for_all_of_them(case, consumer, stand
     read, inner = [], CodeGenerator.visit_FunctionDef
     monkeypatch.setattr(CodeGenerator, "visit_FunctionDef", lambda self, node: (read.append(node.name), inner(self, node))[1])
     stand_in({module: names for module, names in LAUNCHED.items() if module is not mend_launches}, 90, is_read_only=True)
-    monkeypatch.setattr(forward_pass, "launch_mend_rows", lambda *args, **options: None)  # of functions of the same names
+    monkeypatch.setattr(forward_pass, "launch_mend_rows", lambda *args, **options: None)  # its functions have the same names
     launch(case)
     assert read.count(consumer) == read.count("consume") == 1
 

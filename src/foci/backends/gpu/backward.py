@@ -293,12 +293,12 @@ def key_product(queries, k, kv_slope, c):
     relative to the first key, is the initial accumulator."""
     if c.AFFINE:
         sign = -1.0 if c.NEGATIVE else 1.0
-        seed_columns = tl.arange(0, k.shape[0]).to(tl.float32) * (kv_slope * sign)
+        seed_columns = tl.arange(0, c.TILE_KV).to(tl.float32) * (kv_slope * sign)
         if c.TURNED:
-            seed = tl.broadcast_to(seed_columns[None, :], [c.TILE_Q, k.shape[0]])
+            seed = tl.broadcast_to(seed_columns[None, :], [c.TILE_Q, c.TILE_KV])
             return tl.dot(queries, tl.trans(k), seed, input_precision=c.PRECISION)
         else:
-            seed = tl.broadcast_to(seed_columns[:, None], [k.shape[0], c.TILE_Q])
+            seed = tl.broadcast_to(seed_columns[:, None], [c.TILE_KV, c.TILE_Q])
             return tl.dot(k, tl.trans(queries), seed, input_precision=c.PRECISION)
     elif c.TURNED:
         return tl.dot(queries, tl.trans(k), input_precision=c.PRECISION)

@@ -2,8 +2,9 @@
 """Products that leave excluded positions out, whatever these hold.
 
 The weight of an excluded position is 0, and tensor cores compute 0 times NaN, and 0 times infinity, as NaN. So results that hold a NaN are
-computed once more, `ROWS` rows at a time, with the products of this file, which take eight times as long or more: by the split-KV kernels
-themselves, and after all others by those of `mend`. Where nothing is excluded, kernels do without all of it.
+computed once more, `ROWS` rows at a time, with the products of this file, three in place of one. Split-KV kernels of few rows do so
+themselves, `decode.mend_splits` after those of many rows, and the kernels of `mend` after all others. Where nothing is excluded, kernels do
+without all of it.
 """
 
 import triton

@@ -55,7 +55,7 @@ class Config(NamedTuple):
     BLOCKS: Any  # the caller gave a block mask; a tile marked FORCED is attended to whatever the mask function says
     BOUNDED: Any  # the mask compares with a query's first and last key, and keeps none past the end (`foci.backends.mask_intervals`)
     PRECISION: Any  # of float32 products
-    EXCLUDES: Any  # the mask, or a score of -inf, may exclude positions: what these hold reaches nothing (`excluded_products`)
+    EXCLUDES: Any  # positions may be excluded, and no later kernel mends what these reach: the kernel does so itself (`excluded_products`)
 
 
 class Strides(NamedTuple):

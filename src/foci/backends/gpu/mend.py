@@ -162,7 +162,7 @@ def mend_dq(q, kv, inputs, dq, place, args, c, both: tl.constexpr, mask: tl.cons
     # what `store_exact_dq` loads itself is 0 here
     queries = GradientTile(
         0.0, 0.0, 0.0, 0.0, b, place.memory_b, h, h // decode(args.size.group), place.tile * c.TILE_Q, 0, q_len, kv_start, kv_len,
-        (0.0, 0.0, 0.0),
+        (0.0, 0.0),
     )  # fmt: skip
     store_exact_dq(q, kv, inputs, dq, queries, run, q_start, args, c, both, mask)
 

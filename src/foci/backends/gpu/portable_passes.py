@@ -150,6 +150,7 @@ class _Reported(NamedTuple):
 
     flags: NanFlags | None
     visits: TileTable
+    rows: int  # of a task
 
 
 class PortableBackward:
@@ -180,7 +181,8 @@ class PortableBackward:
         of_queries = None
         if dq is not None and learned is not None and target is not None:
             flags = bias_gradient(self.builder, call, bwd_args, (rows[0], rows[1]), dq, learned, target)
-            of_queries = _Reported(flags, self.builder.visits(call, self.builder.schedule(self.query_kind), "queries"))
+            schedule = self.builder.schedule(self.query_kind)
+            of_queries = _Reported(flags, self.builder.visits(call, schedule, "queries"), schedule.tile_q)
             known[learned.slot] = target
         elif dq is not None:
             of_queries = self._query_gradient(call, bwd_args, (rows[0], rows[1]), dq)
@@ -211,10 +213,9 @@ class PortableBackward:
         """Launch the kernel that computes gradients that hold a NaN once more."""
         tasks = []
         if of_queries is not None:
-            tasks.append(query_tasks(self.builder, call, self.builder.schedule(self.query_kind).tile_q, of_queries.visits))
+            tasks.append(query_tasks(self.builder, call, of_queries.rows, of_queries.visits))
         if of_keys:
-            kind = self._key_passes(*grads[1:])[0][0]
-            tasks.append(key_tasks(self.builder, call, self.builder.schedule(kind).tile_kv, of_keys[0].visits))
+            tasks.append(key_tasks(self.builder, call, of_keys[0].rows, of_keys[0].visits))
         found = tuple(each.flags for each in (of_queries, *of_keys) if each is not None and each.flags is not None)
         # where only one kind of gradient is needed, nothing reads the other's tasks
         launch_mend_gradients(self.builder, call, bwd_args, rows, grads, found, tasks[0], tasks[-1], dependent=False)
@@ -234,7 +235,7 @@ class PortableBackward:
             None if flags is None else flags.flags, self.builder.args(call, heads, visits), config,
             call.line or call.functions.both, call.functions.by_query, num_warps=schedule.warps,
         )  # fmt: skip
-        return _Reported(flags, visits)
+        return _Reported(flags, visits, schedule.tile_q)
 
     def _key_passes(self, dk: Tensor | None, dv: Tensor | None) -> tuple[tuple[str, tuple[Tensor | None, Tensor | None]], ...]:
         """Kernels for dk and dv: one, or two if their accumulators do not fit into registers together."""
@@ -263,7 +264,7 @@ class PortableBackward:
             self.builder.args(call, heads, visits), config,
             call.line or call.functions.both, call.functions.by_key, num_warps=schedule.warps,
         )  # fmt: skip
-        return _Reported(flags, visits)
+        return _Reported(flags, visits, schedule.tile_kv)
 
 
 def _is_listed(variant: Variant, block_size: tuple[int, int] | None) -> bool:

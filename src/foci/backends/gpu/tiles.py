@@ -251,9 +251,9 @@ def product(q, keys, distance, affine, c):
     """q k^T of a tile of keys. An affine score function is the initial accumulator; `distance`: the tile's first key from where it
     starts."""
     if c.AFFINE:
-        start, slope = affine[0], affine[1]
+        start, slope = affine
         seed = affine_columns(start + distance.to(tl.float32) * slope, slope, c.TILE_KV)
-        return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [q.shape[0], c.TILE_KV]), input_precision=c.PRECISION)
+        return tl.dot(q, tl.trans(keys), tl.broadcast_to(seed[None, :], [c.TILE_Q, c.TILE_KV]), input_precision=c.PRECISION)
     else:
         return tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
 
