@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,7 +157,7 @@ def _fa4(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run_child(script: str, arguments: Sequence[str], caches: Path, timeout: float = 600.0) -> list[dict[str, Any]]:
     """The lines of JSON that a script prints in a process of its own, whose compilers cache below `caches`."""
     folders = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "FOCI_CACHE_DIR": "foci", "CUTE_DSL_CACHE_DIR": "cute"}
-    environment = {**os.environ, **{name: str(caches / folder) for name, folder in folders.items()}}
+    environment = _with_byte_code() | {name: str(caches / folder) for name, folder in folders.items()}
     command = [sys.executable, script, "--child", *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -165,3 +168,25 @@ def run_child(script: str, arguments: Sequence[str], caches: Path, timeout: floa
         complaint = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         lines.append({"error": complaint[0] if complaint else f"exit code {done.returncode}"})
     return lines
+
+
+IMPORTS = """
+import importlib, pkgutil, foci
+for module in pkgutil.walk_packages(foci.__path__, "foci."):
+    try: importlib.import_module(module.name)
+    except Exception: pass  # it needs what is not installed
+for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention", "triton.experimental.gluon"):
+    try: importlib.import_module(name)
+    except Exception: pass
+"""
+
+
+@functools.cache
+def _with_byte_code() -> dict[str, str]:
+    """The environment of processes whose modules have their byte code on disk, as those of installed packages have."""
+    folder = tempfile.TemporaryDirectory(prefix="byte_code_")
+    atexit.register(folder.cleanup)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = folder.name
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, check=False)
+    return environment

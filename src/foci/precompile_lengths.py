@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foci.backends.compile_priority import Submit, in_background, is_stopping, unhurried
-from foci.backends.compile_workers import compile_workers
+from foci.backends.compile_workers import background_workers
 from foci.backends.contract import Kernel
 from foci.problem import Layout, Operands, Problem, bucket, gradient_strides, is_aligned
 
@@ -75,7 +75,7 @@ def precompile_lengths(problem: Problem, operands: Operands, kernel_of: Callable
     if _is_offline:
         _precompile_all(problem, operands, kernel_of, None)
         return None
-    workers = compile_workers()
+    workers = background_workers()
     return None if workers is None else in_background(_precompile_all, problem, operands, kernel_of, workers)
 
 

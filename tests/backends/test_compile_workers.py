@@ -12,7 +12,7 @@ from foci.backends import compile_workers
 
 @pytest.fixture
 def pool():
-    return compile_workers._Pool(1)
+    return compile_workers._Pool(compile_workers._BACKGROUND, 1)
 
 
 def wait_until_none_runs(pool):
@@ -44,14 +44,58 @@ def test_idle_workers_end(pool, monkeypatch, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("cores", "ranks", "count"), [(2, "", 0), (4, "", 1), (16, "", 4), (128, "8", 4), (64, "8", 2), (16, "8", 0)])
-def test_the_program_keeps_most_cores(cores, ranks, count, monkeypatch):
+@pytest.mark.parametrize(
+    ("cores", "ranks", "waited", "background"),
+    [(2, "", 0, 0), (4, "", 0, 1), (8, "", 4, 2), (16, "", 8, 4), (128, "8", 8, 4), (64, "8", 4, 2), (16, "8", 0, 0)],
+)
+def test_the_program_keeps_most_cores(cores, ranks, waited, background, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr(compile_workers._Pool, "_shared", None)
-    assert (compile_workers.compile_workers() is not None) == (count > 0)
-    if count:
-        assert compile_workers._Pool._shared._count == count
+    monkeypatch.setattr(compile_workers._Pool, "_shared", {})
+    submits = compile_workers.waited_workers(), compile_workers.background_workers()
+    assert [0 if submit is None else submit.__self__._count for submit in submits] == [waited, background]
+
+
+def test_workers_of_the_background_have_a_low_priority(tmp_path):
+    """Those that a caller waits for have the caller's."""
+    for kind in (compile_workers._WAITED, compile_workers._BACKGROUND):
+        said = subprocess.run(
+            [sys.executable, "-P", compile_workers._SCRIPT, str(kind.niceness)], input=job("tell", f"{tmp_path}/{kind.niceness}"), check=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.path.dirname(__file__)])}, capture_output=True,
+        ).stdout  # fmt: skip
+        assert said == b"\0\0"
+        assert (tmp_path / str(kind.niceness)).read_text() == str(os.nice(0) + kind.niceness)
+
+
+def job(function, argument):
+    """A job as a worker reads it, of a function of this module."""
+    return b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in (f"{__name__}:{function}", argument))
+
+
+def tell(path):
+    """Write this process's niceness to a file."""
+    with open(path, "w") as file:
+        file.write(str(os.nice(0)))
+
+
+KERNELS = """
+import importlib, pathlib, re, runpy, sys
+runpy.run_path(sys.argv[1])["without_packages"]()
+root = pathlib.Path(sys.modules["foci"].__path__[0])
+kernels = [path for path in sorted(root.glob("backends/*/*.py")) if re.search(r"^@(gluon|triton)[.]jit", path.read_text(), re.M)]
+for path in (*kernels, root / "backends/gpu/compile_subprocess.py"):
+    importlib.import_module(".".join(("foci", *path.relative_to(root).with_suffix("").parts)))
+    assert "torch" not in sys.modules, path
+print(len(kernels))
+"""
+
+
+def test_workers_import_kernels_without_torch():
+    """Which takes seconds."""
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, "-c", KERNELS, compile_workers._SCRIPT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 30
 
 
 ENDS = """

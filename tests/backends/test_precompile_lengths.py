@@ -56,7 +56,7 @@ def precompiled(arch, problem, monkeypatch):
     with recording_launches(monkeypatch, arch, lambda function, log: Needed(function, arch, launched)), foci.use(*ARCHS[arch]):
         monkeypatch.setattr(precompile, "launch_ahead", note)
         monkeypatch.setattr(ahead, "_begun", set())
-        monkeypatch.setattr(ahead, "compile_workers", lambda: lambda function, argument: None)  # also on a machine of few cores
+        monkeypatch.setattr(ahead, "background_workers", lambda: lambda function, argument: None)  # also on a machine of few cores
         monkeypatch.setattr(autograd, "run_forward", run_as_on_a_gpu)
         run(problem, Sizes(2, 1, 300) if problem.is_decode else FIRST)
     monkeypatch.undo()

@@ -1,8 +1,9 @@
-"""Worker processes that compile kernels in the background, beside a program that compiles nothing else.
+"""Worker processes that compile kernels: those of a call that waits for them, and in the background those of calls to come.
 
-A compiler's front end is Python, which would hold this process's GIL for seconds. The workers are started at the first request, have the
-lowest priority but one of the operating system, and end when they have had nothing to do for a minute, or with this process. The main
-module is not imported in them, unlike in those of `multiprocessing`.
+A compiler's front end is Python, which holds the GIL: in one process kernels would be read one after another, and a program that
+computes meanwhile would be held up. Workers start at the first request, in half a second, and end when they have had nothing to do for a
+minute, or with this process. Those of the background have a low priority of the operating system. `compile_worker` is what they run; the
+main module is not imported in them, unlike in those of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,29 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import IO, Any, Final
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple
 
 from foci.backends.compile_priority import Submit
 
-__all__ = ["Job", "available_cores", "compile_workers", "serve"]
+__all__ = ["Job", "available_cores", "background_workers", "compiles_beside", "waited_workers"]
 
-_CORES_EACH: Final = 4
-"""Cores of the machine for each worker: the program has the others."""
-_MOST_WORKERS: Final = 4
+_FEW_CORES: Final = 8
+"""On fewer cores, kernels of later passes would take cores from those that a caller waits for."""
+
+
+class _Kind(NamedTuple):
+    """A kind of workers."""
+
+    cores_each: int  # cores of the machine for each worker: the program has the others
+    most: int  # workers
+    niceness: int  # steps of priority below this process
+    least_cores: int  # on fewer cores there are no workers
+
+
+_WAITED: Final = _Kind(cores_each=2, most=8, niceness=0, least_cores=_FEW_CORES)
+_BACKGROUND: Final = _Kind(cores_each=4, most=4, niceness=10, least_cores=4)
+_SCRIPT: Final = Path(__file__).with_name("compile_worker.py")
 _IDLE_SECONDS: Final = 60.0
 
 
@@ -35,10 +50,24 @@ class Job(Future[Any]):
         self.argument = argument
 
 
-def compile_workers() -> Submit | None:
-    """Return the function that submits a job to the workers; None where the machine has too few cores for one."""
-    count = min(_MOST_WORKERS, available_cores() // _CORES_EACH)
-    return _Pool.of(count).submit if count else None
+def waited_workers() -> Submit | None:
+    """Return the function that submits a job to the workers for kernels that a call waits for, or its backward will; None on few cores."""
+    return _submit(_WAITED)
+
+
+def background_workers() -> Submit | None:
+    """Return the function that submits a job to the workers of the background; None where the machine has too few cores for one."""
+    return _submit(_BACKGROUND)
+
+
+def _submit(kind: _Kind) -> Submit | None:
+    cores = available_cores()
+    return _Pool.of(kind, min(kind.most, cores // kind.cores_each)).submit if cores >= kind.least_cores else None
+
+
+def compiles_beside() -> bool:
+    """Whether kernels of later passes compile beside those that a caller waits for."""
+    return available_cores() >= _FEW_CORES
 
 
 def available_cores() -> int:
@@ -50,21 +79,20 @@ def available_cores() -> int:
 class _Pool:
     """Workers that share a queue."""
 
-    _shared: _Pool | None = None
+    _shared: Final[dict[_Kind, _Pool]] = {}
     _lock = threading.Lock()
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, kind: _Kind, count: int) -> None:
+        self._kind = kind
         self._count = count
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._running = 0
 
     @classmethod
-    def of(cls, count: int) -> _Pool:
+    def of(cls, kind: _Kind, count: int) -> _Pool:
         """The pool of this process."""
         with cls._lock:
-            if cls._shared is None:
-                cls._shared = cls(count)
-            return cls._shared
+            return cls._shared.setdefault(kind, cls(kind, count))
 
     def submit(self, function: Callable[[bytes], None], argument: bytes) -> Job:
         """Call a function, which a worker imports by its name, in a worker."""
@@ -78,7 +106,8 @@ class _Pool:
 
     def _feed(self) -> None:
         """Start a worker, and give it jobs until there are none."""
-        command = [sys.executable, "-c", "from foci.backends.compile_workers import serve; serve()"]
+        # -P: modules beside the script have names of packages
+        command = [sys.executable, "-P", str(_SCRIPT), str(self._kind.niceness)]
         path = os.pathsep.join(filter(None, sys.path))
         try:
             with subprocess.Popen(
@@ -86,7 +115,7 @@ class _Pool:
             ) as worker:
                 assert worker.stdin is not None
                 assert worker.stdout is not None
-                is_ready = worker.stdout.read(1)  # it has imported torch, which takes seconds
+                is_ready = worker.stdout.read(1)
                 while is_ready and self._next(worker.stdin, worker.stdout):
                     pass
             if not is_ready:
@@ -126,20 +155,3 @@ class _Pool:
                 job = self._jobs.get()
                 if job.set_running_or_notify_cancel():
                     job.set_exception(BrokenPipeError("no compile worker is left"))
-
-
-def serve() -> None:
-    """Do jobs from standard input, one after another, and answer each, and the start, with a byte: what a worker runs."""
-    import importlib
-
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints is no answer
-    os.nice(10)
-    sink.write(b"\0")
-    sink.flush()
-    while header := source.read(8):
-        module, _, name = source.read(int.from_bytes(header, "little")).decode().partition(":")
-        argument = source.read(int.from_bytes(source.read(8), "little"))
-        getattr(importlib.import_module(module), name)(argument)
-        sink.write(b"\0")
-        sink.flush()

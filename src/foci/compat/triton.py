@@ -64,13 +64,20 @@ def async_compile_mode() -> ContextVar[Any] | None:
     return active_mode
 
 
-def digest_triton() -> None:
-    """Have Triton compute the digest of its own files, which it keeps: part of the cache key of every kernel."""
+def digest_triton() -> str | None:
+    """Triton's digest of its own files, which it computes once: part of the cache key of every kernel. None where it has no such name."""
     digest = find(
         "triton.runtime.cache.triton_key", without="lets a process's first kernel wait for a digest of Triton's files", seen=("3.6", "3.9")
     )
-    if digest is not None:
-        digest()
+    return None if digest is None else digest()
+
+
+def assume_digest(digest: str | None) -> None:
+    """Have Triton take over the digest of its own files that another process computed; None leaves it alone."""
+    from triton.runtime import cache
+
+    if digest is not None and hasattr(cache, "triton_key"):
+        cache.triton_key = lambda: digest
 
 
 def ptxas_version(arch: int) -> None:

@@ -32,7 +32,7 @@ from foci.backends.contract import Unbuildable  # noqa: E402
 from foci.backends.gpu import compiling  # noqa: E402
 from foci.backends.gpu.compile_subprocess import compile_packed, pack  # noqa: E402
 from foci.backends.gpu.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
-from foci.backends.gpu.functions import jit_function  # noqa: E402
+from foci.backends.gpu.generated import jit_function  # noqa: E402
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments  # noqa: E402
 from foci.backends.gpu.symbolic_tokens import Count  # noqa: E402
 
@@ -84,6 +84,7 @@ def events(monkeypatch, tmp_path):
         kernel.device_caches.clear()
     monkeypatch.setattr(compiling, "_met", set())
     monkeypatch.setattr(compiling, "_begun", OrderedDict())
+    monkeypatch.setattr(compiling, "waited_workers", lambda: None)  # as on a machine of few cores
     monkeypatch.setattr(triton.compiler.compiler, "max_shared_mem", lambda _: 166912)
     with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
         triton.knobs.compilation.listener = note
@@ -162,6 +163,23 @@ def test_what_no_other_process_compiles_is_compiled_here(hits, monkeypatch, subm
     with unhurried(submit), compile_in_parallel():
         launch(first_kernel)
     assert hits == [("first_kernel", False)]
+
+
+def test_workers_compile_beside_the_kernel_that_takes_longest(hits, monkeypatch):
+    pool = compile_workers._Pool(compile_workers._WAITED, 1)
+    monkeypatch.setattr(compiling, "waited_workers", lambda: pool.submit)
+    monkeypatch.setattr(compiling, "compiles_beside", lambda: True)
+    short, later = (jit_function(name, f"def {name}(x, n):\n    tl.store(x + tl.arange(0, 16), n)\n") for name in ("short", "later"))
+    with compile_in_parallel():
+        launch(short)
+        launch(first_kernel)
+        launch(short)
+        launch_ahead(later, (torch.zeros(16), 1), {"num_warps": 1})
+    assert sorted(hits) == [("first_kernel", False), ("short", True)]
+    hits.clear()
+    with compile_in_parallel():
+        launch(later)
+    assert hits == [("later", True)]
 
 
 @pytest.mark.parametrize("variable", ["TRITON_ALWAYS_COMPILE", "MLIR_ENABLE_DIAGNOSTICS"])
@@ -420,7 +438,7 @@ def test_the_interpreters_settings_are_the_users_again(events, collects):
 
     def noted(new):
         seen.append(settings())
-        with compiling._caller_waits():
+        with compiling.caller_waits():
             inside(new)
         seen.append(settings())
 

@@ -18,7 +18,8 @@ from foci.backends.gpu.backward import RowInputs
 from foci.backends.gpu.bias_gradient import BiasGradArgs, BiasLoops, BiasOutputs, attention_bias_gradient
 from foci.backends.gpu.captured_grad_kernel import BlockShape, CaptureArgs, CaptureLoops, Gather, capture_gradient
 from foci.backends.gpu.codegen import TensorLayout, triton_codegen
-from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, is_half, jit_function
+from foci.backends.gpu.functions import capture_layouts, cast_coordinates_early, is_half
+from foci.backends.gpu.generated import jit_function
 from foci.backends.gpu.kernel_args import Strides, encode, is_countable_by_eights
 from foci.backends.gpu.mend import NanFlags
 from foci.backends.gpu.mend_launches import allocate_flags

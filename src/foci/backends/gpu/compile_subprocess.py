@@ -1,9 +1,10 @@
 """Compiles kernels in another process, which has a GIL of its own for Triton's front end.
 
 The two processes share Triton's cache on disk. Its key of a kernel consists of the kernel's source and arguments, which are sent, of the
-versions of compiler and ptxas, and of environment variables. The other process computes the key itself. If it differs, the caller does not
-find the kernel and compiles it. Triton's environment variables are set to the caller's during a compilation. So is the version of ptxas:
-Triton caches the first that it finds, and Inductor later sets the path of another ptxas, which comes with torch.
+digest of Triton's files, which is sent too, of the version of ptxas, and of environment variables. The other process computes the key
+itself. If it differs, the caller does not find the kernel and compiles it. Triton's environment variables are set to the caller's during
+a compilation. So is the version of ptxas: Triton caches the first that it finds, and Inductor later sets the path of another ptxas, which
+comes with torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import locked
-from foci.backends.gpu.functions import GENERATED, jit_function
+from foci.backends.gpu.generated import GENERATED, jit_function
 from foci.backends.gpu.triton_cache_key import fill_cache_keys
+from foci.compat.triton import assume_digest, digest_triton
 
 __all__ = ["compile_packed", "is_sendable", "pack"]
 
@@ -37,6 +39,7 @@ class _Compilation(NamedTuple):
     options: dict[str, Any]
     key: str  # Triton's key of the kernel
     environment: dict[str, str]  # see `_surroundings`
+    digest: str | None  # of Triton's files
 
 
 def is_sendable(asked: Mapping[str, str]) -> bool:
@@ -56,7 +59,7 @@ def pack(src: Any, target: Any, options: Mapping[str, Any], key: str) -> bytes:
     """
     file = io.BytesIO()
     source = (src.fn, src.signature, src.constants, src.attrs)
-    compilation = _Compilation(type(src), source, target, dict(options), key, _surroundings(target.arch))
+    compilation = _Compilation(type(src), source, target, dict(options), key, _surroundings(target.arch), digest_triton())
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(compilation)
     return file.getvalue()
 
@@ -66,6 +69,7 @@ def compile_packed(packed: bytes) -> None:
     cannot be pickled would break this process's pool."""
     with suppress(Exception):
         compilation: _Compilation = pickle.loads(packed)
+        assume_digest(compilation.digest)
         function, _, constants, _ = compilation.source
         fill_cache_keys((function, *constants.values()))
         with _as_there(compilation.environment), locked(compilation.key):

@@ -1,16 +1,17 @@
 """Compiles the new kernels of a pass in parallel.
 
-All launches of a pass are known before the first one runs. Within `compile_in_parallel` they wait in a queue. At its end new kernels
-compile in threads of their own, since Triton's compiler releases the GIL; under Triton 3.6 so does the C code of each kernel's launcher.
-Triton's front end is Python and holds the GIL, so it processes one kernel after another, the one that takes longest first. Then all
-launches run in order. Kernels that a later pass will launch are started after these and not waited for; that pass waits for them.
+All launches of a pass are known before the first one runs. Within `compile_in_parallel` they wait in a queue. At its end the new kernel
+with the longest source compiles in this process at once, and the others in worker processes. Then all launches run in order. Kernels that
+a later pass will launch are started after these and not waited for; that pass waits for them.
+
+On a few cores there are no workers, and each kernel compiles in a thread of its own, since Triton's compiler releases the GIL. Its front
+end is Python and holds the GIL, so it processes one kernel after another. Under Triton 3.6 the C code of each kernel's launcher compiles
+in threads too.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,14 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import compiling, locked
-from foci.backends.compile_priority import is_stopping, is_waited_for, submit_elsewhere
-from foci.backends.compile_workers import Job, available_cores
+from foci.backends.compile_priority import Submit, is_stopping, is_waited_for, submit_elsewhere
+from foci.backends.compile_workers import Job, available_cores, compiles_beside, waited_workers
 from foci.backends.contract import Unbuildable
+from foci.backends.gpu.caller_waits import caller_waits
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.backends.gpu.kernel_store import note, restore
 from foci.backends.gpu.toolchain import wait_until_prepared
+from foci.backends.gpu.triton_cache_key import source_length
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, KernelSource, async_compile_mode, kernel_source, release
 
 __all__ = [
@@ -40,7 +43,6 @@ __all__ = [
     "compile_and_launch",
     "compile_and_load",
     "compile_in_parallel",
-    "compiles_beside",
     "is_new",
     "launch_ahead",
     "launch_waiting",
@@ -186,7 +188,7 @@ def launch_waiting(queue: list[Waiting]) -> None:
         del new[kind]
     if new:
         wait_until_prepared()
-        with _caller_waits():
+        with caller_waits():
             _compile(list(new.values()))
         if len(_met) > _MOST_MET:
             _met.clear()
@@ -209,16 +211,16 @@ def _compile(new: Sequence[Waiting]) -> None:
 
 def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) -> None:
     pool, pool_ahead = ThreadPoolExecutor(2 * len(new)), ThreadPoolExecutor(max(1, available_cores() // 4))
-    beside = _Beside(pool)
+    beside = _Beside(pool, *_who_compiles())
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
     try:
-        # the last kernel of a pass takes longest: begin with it
-        for each in reversed([each for each in new if not each.is_ahead]):
+        for each in sorted((each for each in new if not each.is_ahead), key=lambda each: source_length(each.function), reverse=True):
             each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
         if not compiles_beside():
             mode.finish()
-        beside.wait_until_read()
+        if beside.submit is None:
+            beside.wait_until_read()
         mode.is_ahead, beside.pool = True, pool_ahead
         later = [each for each in new if each.is_ahead]
         for each in reversed(later) if is_waited_for() else later:
@@ -233,49 +235,10 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
     mode.finish()
 
 
-_FEW_CORES: Final = 8
-
-
-def compiles_beside() -> bool:
-    """Whether kernels of later passes compile beside those that a caller waits for. On a few cores they would take these from them."""
-    return available_cores() >= _FEW_CORES
-
-
-@contextmanager
-def _caller_waits() -> Iterator[None]:
-    """Shorten the GIL switch interval and pause Python's garbage collector while a caller waits for kernels. The compiler takes the GIL
-    briefly about 100 times per kernel, and would wait 5 ms each time while the front end processes another kernel. The front end makes
-    objects by the hundred thousand, so the collector would look through all objects of the process again and again, a fifth of the front
-    end's time."""
-    if not is_waited_for():
-        yield
-        return
-    with _settings_lock:
-        _saved_settings.append(_Settings(sys.getswitchinterval(), gc.isenabled()))
-        sys.setswitchinterval(min(_saved_settings[0].switch_interval, 2e-4))
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _settings_lock:
-            before = _saved_settings[0]
-            _saved_settings.pop()
-            if not _saved_settings:
-                sys.setswitchinterval(before.switch_interval)
-                if before.collects:
-                    gc.enable()
-
-
-class _Settings(NamedTuple):
-    """Settings of the interpreter."""
-
-    switch_interval: float  # seconds
-    collects: bool  # whether the garbage collector runs by itself
-
-
-_settings_lock: Final = threading.Lock()
-_saved_settings: Final[list[_Settings]] = []
-"""Settings to restore; the first are the process's own."""
+def _who_compiles() -> tuple[Submit | None, bool]:
+    """(workers, whether this process compiles the first new kernel): in the background workers compile all."""
+    submit = submit_elsewhere()
+    return (waited_workers(), True) if submit is None and is_waited_for() else (submit, False)
 
 
 class _ParallelCompileMode:
@@ -330,14 +293,17 @@ def wait_for_ahead() -> None:
 
 
 class _Beside:
-    """Begins compilations of kernels, and of their launchers, in a pool."""
+    """Begins compilations of kernels, in workers or in a pool of threads, and of their launchers, in the pool."""
 
-    def __init__(self, pool: Executor) -> None:
+    def __init__(self, pool: Executor, submit: Submit | None, keeps_first: bool) -> None:
         self.pool = pool
+        self.submit = submit
+        self._keeps_next = keeps_first
         self._read: list[threading.Event] = []
 
     def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _WorkerKernel:
-        """Compile a kernel in the pool, unless a kernel pack has it. `wait_until_read` waits for the part of it that runs in Python.
+        """Compile a kernel, unless a kernel pack has it: in a worker, or in the pool, where `wait_until_read` waits for the part of it that
+        runs in Python.
 
         Args:
             key: Triton's cache key of the kernel.
@@ -347,20 +313,19 @@ class _Beside:
         made_of = _compile_inputs(compile_it)
         src, source = made_of.get("src"), kernel_source(key, made_of)
         is_kept = source is not None and _is_kept(source)
-        sent = None if is_kept else _sent(made_of, key)
-        if src is not None:
-            src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
-        if src is not None and release() == (3, 6) and is_waited_for():
-            self.pool.submit(_build_launcher, src)
-        if is_kept:
-            future = self.pool.submit(compile_it)
-        elif sent is None:
-            future = self.pool.submit(_compile_once, key, source, compile_it)
-        else:
-            if src is not None and release() == (3, 6):
+        stays, self._keeps_next = is_kept or self._keeps_next, self._keeps_next and is_kept
+        sent = None if stays else _sent(self.submit, made_of, key)
+        if src is not None and release() == (3, 6):
+            if is_waited_for():
+                self.pool.submit(_build_launcher, src)
+            elif sent is not None:
                 with suppress(Exception):  # its load builds it again, and raises the error
                     _build_launcher(src)
+        if sent is not None:
             return _WorkerKernel(sent, source, compile_it)
+        if src is not None:
+            src.make_ir = functools.partial(_in_turn, src.make_ir, is_read)
+        future = self.pool.submit(compile_it) if is_kept else self.pool.submit(_compile_once, key, source, compile_it)
         future.add_done_callback(lambda _: is_read.set())
         self._read.append(is_read)
         return future
@@ -404,9 +369,8 @@ def _compile_inputs(compile_it: Callable[..., Any]) -> dict[str, Any]:
     return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
 
 
-def _sent(made_of: dict[str, Any], key: str) -> Future[Any] | None:
+def _sent(submit: Submit | None, made_of: dict[str, Any], key: str) -> Future[Any] | None:
     """Start the compilation in another process; None if there is none, or it cannot be sent there."""
-    submit = submit_elsewhere()
     if submit is None or not made_of.keys() >= {"src", "target", "options", "env_vars"} or not is_sendable(made_of["env_vars"]):
         return None
     with suppress(Exception):  # it cannot be pickled, or no process is left

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from foci.backends.gpu import math
 from foci.backends.gpu.affine_scores import affine_in_both
 from foci.backends.gpu.codegen import TensorLayout, triton_codegen
 from foci.backends.gpu.exp2_rewrite import ARGUMENTS, log2_weight, scaled_derivative
+from foci.backends.gpu.generated import jit_function
 from foci.backends.gpu.kernel_args import is_countable_by_eights
 from foci.backends.mask_intervals import as_comparisons
 from foci.ir.derivative import score_derivative
@@ -28,20 +24,15 @@ from foci.ir.rewrite import rewrite
 from foci.variant import Variant
 
 __all__ = [
-    "GENERATED",
     "KernelFunctions",
     "build_functions",
     "capture_layouts",
     "cast_coordinates_early",
     "environment_numbers",
     "is_half",
-    "jit_function",
 ]
 
-GENERATED: Final = "foci.generated"
-"""Module name of generated functions."""
 _ARGUMENTS: Final = "b, h, q_idx, kv_idx, q_len, kv_len, env"
-_NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "atan")
 
 
 @dataclass(frozen=True)
@@ -110,15 +101,6 @@ def _source(name: str, arguments: str, exprs: tuple[Expr, ...], codegen: Any) ->
         results[0] = f"({zero} {'|' if exprs[0].dtype is DType.BOOL else '+'} {results[0]})"
     body = "\n".join(f"    {line}" for line in (*emitted.lines, f"return {', '.join(results)}"))
     return f"def {name}({arguments}):\n{body}\n"
-
-
-def jit_function(name: str, source: str) -> Any:
-    """Make a jit function of source text, and register the text where `inspect` finds it."""
-    filename = f"<foci triton {name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    space: dict[str, Any] = {"tl": tl, "__name__": GENERATED} | {n: getattr(math, n) for n in _NAMES}
-    exec(compile(source, filename, "exec"), space)
-    return triton.jit(space[name])
 
 
 def cast_coordinates_early(expr: Expr) -> Expr:

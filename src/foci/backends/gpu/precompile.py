@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from foci.backends.compile_workers import compiles_beside
 from foci.backends.contract import Inputs
-from foci.backends.gpu.compiling import compile_in_parallel, compiles_beside, is_new, launch_ahead, waiting
+from foci.backends.gpu.compiling import compile_in_parallel, is_new, launch_ahead, waiting
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
 from foci.backends.gpu.symbolic_tokens import Tokens

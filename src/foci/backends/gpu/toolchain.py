@@ -15,6 +15,7 @@ from typing import Final
 import torch
 import triton
 
+from foci.backends.gpu.caller_waits import caller_waits
 from foci.compat.triton import digest_triton, ptxas_version
 
 __all__ = ["prepare_compiler", "wait_until_prepared"]
@@ -44,7 +45,7 @@ def wait_until_prepared() -> None:
 
 
 def _try(step: Callable[[], object]) -> None:
-    with suppress(Exception):  # the compilation asks again, and raises the error
+    with caller_waits(), suppress(Exception):  # the compilation asks again, and raises the error
         step()
 
 

@@ -7,12 +7,13 @@ as the second: another order of kernels gave another key, and each was compiled 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from triton.runtime.jit import JITCallable, JITFunction
 
-__all__ = ["fill_cache_keys"]
+__all__ = ["fill_cache_keys", "source_length"]
 
 
 def fill_cache_keys(arguments: Iterable[Any]) -> None:
@@ -38,3 +39,14 @@ def _called(function: JITCallable) -> Iterator[JITCallable]:
         callee = function.__globals__.get(name)
         if isinstance(callee, JITCallable):
             yield callee
+
+
+@functools.lru_cache(maxsize=1024)
+def source_length(function: JITCallable) -> int:
+    """Characters of a kernel's source, with all that it calls: which of two kernels takes longer to compile."""
+    found, begun = {function}, [function]
+    while begun:
+        new = set(_called(begun.pop())) - found
+        found |= new
+        begun.extend(new)
+    return sum(len(each.src) for each in found)

@@ -25,7 +25,8 @@ from typing import Any, Final
 from foci.backends.gpu.affine_scores import affine_in_keys
 from foci.backends.gpu.codegen import TensorLayout, triton_codegen
 from foci.backends.gpu.exp2_rewrite import ONE, gather_factors, log2_weight, scaled_derivative, split_factor
-from foci.backends.gpu.functions import cast_coordinates_early, jit_function
+from foci.backends.gpu.functions import cast_coordinates_early
+from foci.backends.gpu.generated import jit_function
 from foci.backends.mask_intervals import find_bounds
 from foci.ir.derivative import score_derivative
 from foci.ir.emit import emit

@@ -8,7 +8,7 @@ that sums over the width accumulates piece by piece, a product with the width as
 """
 
 from foci.backends.hopper.gluon_compat import gl, gluon
-from foci.backends.hopper.schedules import width_pieces
+from foci.backends.hopper.widths import width_pieces
 
 __all__ = ["mma_layout", "operand_layout", "piece", "pieces", "smem_layout", "tma_columns"]
 

@@ -10,6 +10,7 @@ from foci.backends.causal import is_causal
 from foci.backends.data_tables import load_table
 from foci.backends.gpu.architectures import HOPPER
 from foci.backends.gpu.schedules import padded_dim
+from foci.backends.hopper.widths import width_pieces
 from foci.backends.mask_intervals import find_bounds
 from foci.backends.problem_class import MAX_MASK_BYTES, mask_bytes, score_kind, tile_bytes
 from foci.ir.expr import const
@@ -29,7 +30,6 @@ __all__ = [
     "pace_weights",
     "padded_width",
     "schedules_of_lengths",
-    "width_pieces",
 ]
 
 
@@ -122,11 +122,6 @@ PIECES: Final = (80, 96, 160, 192)
 def padded_width(dim: int) -> int:
     """Pad a head dim as the forward does."""
     return min([padded_dim(dim), *(width for width in PIECES if width >= dim)])
-
-
-def width_pieces(width: int) -> tuple[int, ...]:
-    """Split a width into the powers of two that add up to it, largest first."""
-    return tuple(1 << n for n in range(width.bit_length() - 1, -1, -1) if width >> n & 1)
 
 
 def describe_width(name: str, dim: int, width: int) -> str:
