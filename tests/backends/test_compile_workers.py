@@ -44,6 +44,14 @@ def test_idle_workers_end(pool, monkeypatch, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_workers_that_started_early_do_the_first_jobs(pool, tmp_path):
+    pool.start()
+    assert pool._running == 1
+    pool.submit(os.mkdir, str(tmp_path / "made").encode()).result(60)
+    assert (tmp_path / "made").is_dir()
+    assert pool._running == 1
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "waited", "background"),
     [(2, "", 0, 0), (4, "", 0, 1), (8, "", 4, 2), (16, "", 8, 4), (128, "8", 8, 4), (64, "8", 4, 2), (16, "8", 0, 0)],

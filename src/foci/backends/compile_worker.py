@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,4 +43,6 @@ def serve() -> None:
 if __name__ == "__main__":
     os.nice(int(sys.argv[1]))
     without_packages()
+    with suppress(ImportError):  # Triton may not be installed
+        importlib.import_module("foci.backends.gpu.compile_subprocess")  # before the first job, as it takes half of the start
     serve()

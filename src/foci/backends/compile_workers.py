@@ -20,7 +20,7 @@ from typing import IO, Any, Final, NamedTuple
 
 from foci.backends.compile_priority import Submit
 
-__all__ = ["Job", "available_cores", "background_workers", "compiles_beside", "waited_workers"]
+__all__ = ["Job", "available_cores", "background_workers", "compiles_beside", "start_waited_workers", "waited_workers"]
 
 _FEW_CORES: Final = 8
 """On fewer cores, kernels of later passes would take cores from those that a caller waits for."""
@@ -60,9 +60,21 @@ def background_workers() -> Submit | None:
     return _submit(_BACKGROUND)
 
 
+def start_waited_workers() -> None:
+    """Start the workers of `waited_workers` before there are jobs for them."""
+    pool = _pool(_WAITED)
+    if pool is not None:
+        pool.start()
+
+
 def _submit(kind: _Kind) -> Submit | None:
+    pool = _pool(kind)
+    return None if pool is None else pool.submit
+
+
+def _pool(kind: _Kind) -> _Pool | None:
     cores = available_cores()
-    return _Pool.of(kind, min(kind.most, cores // kind.cores_each)).submit if cores >= kind.least_cores else None
+    return _Pool.of(kind, min(kind.most, cores // kind.cores_each)) if cores >= kind.least_cores else None
 
 
 def compiles_beside() -> bool:
@@ -99,10 +111,19 @@ class _Pool:
         job = Job(function, argument)
         with self._lock:
             self._jobs.put(job)
-            if self._running < self._count:
-                self._running += 1
-                threading.Thread(target=self._feed, name="foci-compile", daemon=True).start()
+            self._start_one()
         return job
+
+    def start(self) -> None:
+        """Start all workers."""
+        with self._lock:
+            for _ in range(self._count):
+                self._start_one()
+
+    def _start_one(self) -> None:
+        if self._running < self._count:
+            self._running += 1
+            threading.Thread(target=self._feed, name="foci-compile", daemon=True).start()
 
     def _feed(self) -> None:
         """Start a worker, and give it jobs until there are none."""

@@ -1,17 +1,11 @@
 """New kernels compile side by side, and launches wait for them: without a GPU, by a driver that launches nothing."""
 
 import gc
-import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
-import threading
 import time
-from collections import OrderedDict
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -22,186 +16,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia import compiler as nvidia  # noqa: E402
+from compile_events import first_kernel, launch, second_kernel, wrong_kernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from foci.backends import compile_lock, compile_workers  # noqa: E402
+from foci.backends import compile_lock  # noqa: E402
 from foci.backends.compile_priority import unhurried  # noqa: E402
 from foci.backends.contract import Unbuildable  # noqa: E402
 from foci.backends.gpu import compiling  # noqa: E402
-from foci.backends.gpu.compile_subprocess import compile_packed, pack  # noqa: E402
 from foci.backends.gpu.compiling import after_launches, compile_in_parallel, is_new, launch_ahead  # noqa: E402
-from foci.backends.gpu.generated import jit_function  # noqa: E402
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments  # noqa: E402
 from foci.backends.gpu.symbolic_tokens import Count  # noqa: E402
-
-
-@triton.jit
-def first_kernel(x, n: tl.constexpr):
-    tl.store(x + tl.arange(0, 16), n)
-
-
-@triton.jit
-def second_kernel(x, n: tl.constexpr):
-    tl.store(x + tl.arange(0, 16), n + 1)
-
-
-@triton.jit
-def wrong_kernel(x, n: tl.constexpr):
-    tl.static_assert(n > 100, "of no use")
-
-
-def device_of(launcher):
-    """A driver of a device that launches by `launcher`."""
-    return SimpleNamespace(
-        utils=SimpleNamespace(
-            load_binary=lambda *_: (1, 1, 32, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 166912, "multiprocessor_count": 1}
-        ),
-        launcher_cls=launcher, get_current_device=lambda: 0, get_current_stream=lambda _: 0,
-        get_current_target=lambda: GPUTarget("cuda", 80, 32),
-    )  # fmt: skip
-
-
-@pytest.fixture
-def events(monkeypatch, tmp_path):
-    """What compiles, by which thread, and what is launched, in order."""
-    notes = []
-
-    class Launcher:
-        def __init__(self, src, metadata):
-            notes.append(("launcher", src.name, threading.current_thread() is threading.main_thread()))
-            self.name = src.name
-
-        def __call__(self, *args):
-            notes.append(("launch", self.name))
-
-    def note(*, src, metadata, metadata_group, times, cache_hit):
-        notes.append(("compile", src.name, threading.current_thread() is threading.main_thread()))
-
-    device = device_of(Launcher)
-    for kernel in (first_kernel, second_kernel, wrong_kernel):
-        kernel.device_caches.clear()
-    monkeypatch.setattr(compiling, "_met", set())
-    monkeypatch.setattr(compiling, "_begun", OrderedDict())
-    monkeypatch.setattr(compiling, "waited_workers", lambda: None)  # as on a machine of few cores
-    monkeypatch.setattr(triton.compiler.compiler, "max_shared_mem", lambda _: 166912)
-    with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
-        triton.knobs.compilation.listener = note
-        triton.knobs.cache.dir = str(tmp_path)
-        monkeypatch.setattr(driver, "_active", device)
-        yield notes
-
-
-def launch(kernel, n=1):
-    LaunchBuilder((), None).add(kernel, (1,), torch.zeros(16), n, num_warps=1)
-
-
-@pytest.fixture
-def hits(events):
-    """Kernels that Triton was asked for here, and whether they were in its cache."""
-    lookups = []
-    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: lookups.append((src.name, cache_hit))
-    return lookups
-
-
-def set_other_surroundings():
-    """A process that was started for something else: another assembler, another cache."""
-    os.environ["TRITON_PTXAS_PATH"] = "/bin/true"
-    os.environ["TRITON_CACHE_DIR"] = "/nowhere"
-
-
-@pytest.fixture
-def remembered(monkeypatch):
-    """Triton's first look at the assembler was at another one than it takes now."""
-    version = nvidia.get_ptxas_version(80)
-    monkeypatch.setattr(nvidia, "get_ptxas_version", lambda arch: f"{version}, once")
-
-
-@pytest.mark.usefixtures("remembered")
-def test_another_process_compiles_for_those_that_do_not_hurry(hits):
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, set_other_surroundings) as other, unhurried(other.submit), compile_in_parallel():
-        launch(first_kernel)
-        launch(second_kernel)
-    assert sorted(hits) == [("first_kernel", True), ("second_kernel", True)]
-
-
-def fail(*_):
-    raise RuntimeError("closed")
-
-
-def failed(*_):
-    future = Future()
-    future.set_exception(ValueError("no such module"))
-    return future
-
-
-def cancelled(*_):
-    future = Future()
-    future.cancel()
-    return future
-
-
-def forgotten(*_):
-    return Future()
-
-
-def set_unoptimized():
-    os.environ["DISABLE_LLVM_OPT"] = "1"
-
-
-def unoptimized(_, packed):
-    """Another process makes another kernel."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_unoptimized) as other:
-        return other.submit(compile_packed, packed)
-
-
-@pytest.mark.parametrize("submit", [fail, failed, cancelled, forgotten, unoptimized])
-def test_what_no_other_process_compiles_is_compiled_here(hits, monkeypatch, submit):
-    monkeypatch.setattr(compiling, "_LONGEST", 0.1)
-    with unhurried(submit), compile_in_parallel():
-        launch(first_kernel)
-    assert hits == [("first_kernel", False)]
-
-
-def test_workers_compile_beside_the_kernel_that_takes_longest(hits, monkeypatch):
-    pool = compile_workers._Pool(compile_workers._WAITED, 1)
-    monkeypatch.setattr(compiling, "waited_workers", lambda: pool.submit)
-    monkeypatch.setattr(compiling, "compiles_beside", lambda: True)
-    short, later = (jit_function(name, f"def {name}(x, n):\n    tl.store(x + tl.arange(0, 16), n)\n") for name in ("short", "later"))
-    with compile_in_parallel():
-        launch(short)
-        launch(first_kernel)
-        launch(short)
-        launch_ahead(later, (torch.zeros(16), 1), {"num_warps": 1})
-    assert sorted(hits) == [("first_kernel", False), ("short", True)]
-    hits.clear()
-    with compile_in_parallel():
-        launch(later)
-    assert hits == [("later", True)]
-
-
-@pytest.mark.parametrize("variable", ["TRITON_ALWAYS_COMPILE", "MLIR_ENABLE_DIAGNOSTICS"])
-def test_nothing_is_sent_where_triton_is_asked_for_something_of_its_own(hits, monkeypatch, variable):
-    monkeypatch.setenv(variable, "1")
-    with unhurried(lambda *_: pytest.fail("sent")), compile_in_parallel():
-        launch(first_kernel)
-    assert hits == [("first_kernel", False)]
-
-
-def test_no_exception_leaves_the_other_process():
-    compile_packed(b"nothing")
-
-
-def test_functions_made_of_text_are_made_again_elsewhere():
-    function = jit_function("twice", "def twice(x):\n    return x + x\n")
-    source = SimpleNamespace(fn=first_kernel, signature={"x": "*fp32"}, constants={(1,): function}, attrs={})
-    compilation = pickle.loads(pack(source, GPUTarget("cuda", 80, 32), {"num_warps": 4}, "key"))
-    fn, _, constants, _ = compilation.source
-    assert (fn, compilation.target, compilation.options) == (first_kernel, GPUTarget("cuda", 80, 32), {"num_warps": 4})
-    assert constants[1,] is not function
-    assert constants[1,].cache_key == function.cache_key
 
 
 def test_new_kernels_compile_in_threads_and_launch_in_order(events):
@@ -393,13 +217,13 @@ def test_passes_that_never_come_are_forgotten(events, monkeypatch):
 def test_a_process_that_ends_meanwhile_ends_well(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-import triton, torch, test_triton_compiling as t
+import triton, torch, compile_events as events, test_triton_compiling as t
 from triton.runtime import driver
-driver._active = t.device_of(lambda *_: lambda *_: None)
+driver._active = events.device_of(lambda *_: lambda *_: None)
 triton.compiler.compiler.max_shared_mem = lambda _: 166912
 with t.compile_in_parallel():
-    t.launch(t.first_kernel)
-    t.ahead(t.second_kernel)
+    events.launch(events.first_kernel)
+    t.ahead(events.second_kernel)
 print(len(t.compiling._begun))
 """
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -478,22 +302,3 @@ def test_nothing_is_said_of_kernels_that_nobody_waits_for(events, monkeypatch, c
     with compile_in_parallel():
         launch(first_kernel, 2)
     assert "first_kernel" in capsys.readouterr().err
-
-
-def test_a_kernel_that_no_worker_has_begun_is_compiled_here_when_it_is_needed(events):
-    jobs = []
-
-    def submit(function, argument):
-        jobs.append(compile_workers.Job(function, argument))
-        return jobs[-1]
-
-    with unhurried(submit), compile_in_parallel():
-        launch_ahead(first_kernel, (torch.zeros(16), 1), {"num_warps": 1})
-    assert len(jobs) == 1
-    assert not [event for event in events if event[0] == "compile"]
-    start = time.monotonic()
-    with compile_in_parallel():
-        launch(first_kernel)
-    assert time.monotonic() - start < compiling._LONGEST / 2
-    assert jobs[0].cancelled()
-    assert [event[:2] for event in events if event[0] != "launcher"] == [("compile", "first_kernel"), ("launch", "first_kernel")]

@@ -25,6 +25,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(toolchain, "_begun", [])
     monkeypatch.setattr(toolchain, "digest_triton", lambda: step("digest"))
     monkeypatch.setattr(toolchain, "ptxas_version", lambda arch: step(f"ptxas {arch}"))
+    monkeypatch.setattr(toolchain, "is_empty", lambda: False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     return done
 
@@ -34,6 +35,16 @@ def test_the_compiler_is_prepared_once_beside_the_caller(steps):
         toolchain.prepare_compiler(90)
     toolchain.wait_until_prepared()
     assert sorted(steps) == [("digest", False), ("ptxas 90", False)]
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.usefixtures("steps")
+def test_workers_start_where_nothing_is_kept(is_empty, monkeypatch):
+    started = []
+    monkeypatch.setattr(toolchain, "is_empty", lambda: is_empty)
+    monkeypatch.setattr(toolchain, "start_waited_workers", lambda: started.append(True))
+    toolchain.prepare_compiler(90)
+    assert len(started) == is_empty
 
 
 def test_new_kernels_wait_until_the_compiler_is_prepared(steps, monkeypatch):

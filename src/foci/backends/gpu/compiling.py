@@ -1,7 +1,7 @@
 """Compiles the new kernels of a pass in parallel.
 
-All launches of a pass are known before the first one runs. Within `compile_in_parallel` they wait in a queue. At its end the new kernel
-with the longest source compiles in this process at once, and the others in worker processes. Then all launches run in order. Kernels that
+All launches of a pass are known before the first one runs. Within `compile_in_parallel` they wait in a queue. At its end one new
+kernel that takes long compiles in this process at once, and the others in worker processes. Then all launches run in order. Kernels that
 a later pass will launch are started after these and not waited for; that pass waits for them.
 
 On a few cores there are no workers, and each kernel compiles in a thread of its own, since Triton's compiler releases the GIL. Its front
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +39,7 @@ from foci.backends.gpu.triton_cache_key import source_length
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, KernelSource, async_compile_mode, kernel_source, release
 
 __all__ = [
+    "Turn",
     "Waiting",
     "after_launches",
     "compile_and_launch",
@@ -51,14 +53,28 @@ __all__ = [
 ]
 
 
+class Turn(IntEnum):
+    """Which pass launches a kernel, in the order in which kernels begin to compile."""
+
+    NOW = 0  # this pass, which waits for the kernel; all others are compiled ahead
+    FORWARD = 1
+    BACKWARD = 2  # of this call
+    OTHER_LENGTHS = 3
+
+
 class Waiting(NamedTuple):
-    """A launch in the queue. `is_ahead`: only compile the kernel, for a later pass; else `run` launches it."""
+    """A launch in the queue. In its turn `run` launches the kernel; ahead of it the kernel is only compiled."""
 
     function: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
     run: Callable[[], None]
-    is_ahead: bool = False
+    turn: Turn = Turn.NOW
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a later pass launches the kernel."""
+        return self.turn is not Turn.NOW
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -147,11 +163,11 @@ def after_launches(action: Callable[[], None]) -> None:
         queue.append(Waiting(None, (), {}, action))
 
 
-def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any], turn: Turn = Turn.FORWARD) -> None:
     """Queue the compilation of a kernel that a later pass will launch. Does nothing outside of `compile_in_parallel`."""
     queue = _queue.get()
     if queue is not None:
-        queue.append(Waiting(function, args, options, _nothing, is_ahead=True))
+        queue.append(Waiting(function, args, options, _nothing, turn))
 
 
 def _nothing() -> None:
@@ -183,7 +199,7 @@ def launch_waiting(queue: list[Waiting]) -> None:
     ready, queue[:] = list(queue), []
     # a kernel that is both to be launched and to be compiled ahead is waited for
     kernels = [each for each in ready if isinstance(each.function, JITFunction)]
-    new = {each.kind: each for each in sorted(kernels, key=lambda each: each.is_ahead, reverse=True)}
+    new = {each.kind: each for each in sorted(kernels, key=lambda each: each.turn, reverse=True)}
     for kind in _met & new.keys():
         del new[kind]
     if new:
@@ -211,34 +227,31 @@ def _compile(new: Sequence[Waiting]) -> None:
 
 def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) -> None:
     pool, pool_ahead = ThreadPoolExecutor(2 * len(new)), ThreadPoolExecutor(max(1, available_cores() // 4))
-    beside = _Beside(pool, *_who_compiles())
+    is_background = submit_elsewhere() is not None
+    beside = _Beside(pool, submit_elsewhere() or (waited_workers() if is_waited_for() else None))
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
+    ordered = sorted(new, key=lambda each: (each.turn, -source_length(each.function)))
+    # workers take half a second to start, so what takes longest begins here: a backward's kernel rather than its forward's
+    here = None if is_background else next((each for each in ordered if each.turn is Turn.BACKWARD), ordered[0])
     try:
-        for each in sorted((each for each in new if not each.is_ahead), key=lambda each: source_length(each.function), reverse=True):
-            each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
-        if not compiles_beside():
-            mode.finish()
-        if beside.submit is None:
-            beside.wait_until_read()
-        mode.is_ahead, beside.pool = True, pool_ahead
-        later = [each for each in new if each.is_ahead]
-        for each in reversed(later) if is_waited_for() else later:
-            if is_stopping():
+        for each in ordered:
+            if each.is_ahead and not mode.is_ahead:
+                if not compiles_beside():
+                    mode.finish()
+                if beside.submit is None:
+                    beside.wait_until_read()
+                mode.is_ahead, beside.pool = True, pool_ahead
+            if each.is_ahead and is_stopping():
                 break
-            with suppress(Exception):
+            beside.stays = each is here
+            with suppress(Exception) if each.is_ahead else nullcontext():
                 each.function.warmup(*each.args, grid=(1,), **COMPILE_OPTIONS, **each.options)
     finally:
         active_mode.reset(token)
         pool.shutdown(wait=False)
         pool_ahead.shutdown(wait=False)
     mode.finish()
-
-
-def _who_compiles() -> tuple[Submit | None, bool]:
-    """(workers, whether this process compiles the first new kernel): in the background workers compile all."""
-    submit = submit_elsewhere()
-    return (waited_workers(), True) if submit is None and is_waited_for() else (submit, False)
 
 
 class _ParallelCompileMode:
@@ -295,10 +308,10 @@ def wait_for_ahead() -> None:
 class _Beside:
     """Begins compilations of kernels, in workers or in a pool of threads, and of their launchers, in the pool."""
 
-    def __init__(self, pool: Executor, submit: Submit | None, keeps_first: bool) -> None:
+    def __init__(self, pool: Executor, submit: Submit | None) -> None:
         self.pool = pool
         self.submit = submit
-        self._keeps_next = keeps_first
+        self.stays = False  # whether the next kernel compiles in this process
         self._read: list[threading.Event] = []
 
     def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _WorkerKernel:
@@ -313,8 +326,7 @@ class _Beside:
         made_of = _compile_inputs(compile_it)
         src, source = made_of.get("src"), kernel_source(key, made_of)
         is_kept = source is not None and _is_kept(source)
-        stays, self._keeps_next = is_kept or self._keeps_next, self._keeps_next and is_kept
-        sent = None if stays else _sent(self.submit, made_of, key)
+        sent = None if is_kept or self.stays else _sent(self.submit, made_of, key)
         if src is not None and release() == (3, 6):
             if is_waited_for():
                 self.pool.submit(_build_launcher, src)

@@ -15,7 +15,7 @@ from foci.backends.contract import Given, Kernel, Unbuildable
 from foci.backends.gpu.allocate import no_gradients
 from foci.backends.gpu.aux_outputs import WeightCotangents, add_aux_outputs, add_weight_cotangents, weight_cotangents
 from foci.backends.gpu.captured_grad import find_query_tile_bias
-from foci.backends.gpu.compiling import compile_in_parallel
+from foci.backends.gpu.compiling import Turn, compile_in_parallel
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import RepeatablePasses
 from foci.backends.gpu.passes import PassBuilder
@@ -146,7 +146,7 @@ class GpuKernel(RepeatablePasses, Kernel):
 
     def _build_ahead(self, operands: Operands) -> None:
         sequences = meta_sequences(operands)
-        self.build_backward_ahead(operands, sequences, self.forward_pass.build(operands, sequences, PrecompileBuilder()))
+        self.build_backward_ahead(operands, sequences, self.forward_pass.build(operands, sequences, PrecompileBuilder(Turn.FORWARD)))
 
     def build_backward_ahead(self, operands: Operands, sequences: Sequences, results: Results) -> None:
         """Compile ahead the kernels of a backward, if the problem has one. Tensors are on the device "meta"."""
@@ -155,7 +155,7 @@ class GpuKernel(RepeatablePasses, Kernel):
             wanted = self.builder.problem.capture_grads
             captures = tuple(t.to("meta") if on else t for t, on in zip(operands.captures, wanted, strict=True))
             bwd_args = Given(results.out, results.lse, results.out, None)
-            self.backward_pass.build(replace(operands, captures=captures), bwd_args, sequences, PrecompileBuilder(), None)
+            self.backward_pass.build(replace(operands, captures=captures), bwd_args, sequences, PrecompileBuilder(Turn.BACKWARD), None)
 
     def _is_all_launches(self, operands: Operands, flow: WeightCotangents | None) -> bool:
         """Whether a launch list holds all of a backward: most gradients of captured tensors take torch operations between launches."""

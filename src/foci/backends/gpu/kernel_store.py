@@ -20,7 +20,7 @@ from foci.backends import disk, installed_packs
 from foci.backends.pack_file import Entry
 from foci.compat.triton import KernelSource, cached_files, keep_files
 
-__all__ = ["facts", "meaning", "note", "noted", "restore"]
+__all__ = ["facts", "is_empty", "meaning", "note", "noted", "restore"]
 
 _KINDS: Final = ("cubin", "json")
 """Files of a compiled kernel that a launch needs."""
@@ -41,6 +41,12 @@ def _triton() -> str:
 def facts(arch: int) -> dict[str, str]:
     """Return what a pack of kernels that are compiled here says of itself."""
     return {"arch": f"sm_{arch}", "triton": _triton()}
+
+
+def is_empty() -> bool:
+    """Whether nothing is kept on this machine: no pack, and no kernel that was compiled here."""
+    folder = disk.cache_directory("kernels")
+    return not installed_packs.packs("gpu") and (folder is None or not any(folder.glob("*.json")))
 
 
 def restore(made_of: KernelSource) -> bool:

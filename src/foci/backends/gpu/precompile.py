@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foci.backends.compile_workers import compiles_beside
 from foci.backends.contract import Inputs
-from foci.backends.gpu.compiling import compile_in_parallel, is_new, launch_ahead, waiting
+from foci.backends.gpu.compiling import Turn, compile_in_parallel, is_new, launch_ahead
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
 from foci.backends.gpu.symbolic_tokens import Tokens
@@ -31,8 +31,9 @@ class PrecompileBuilder(LaunchBuilder):
 
     is_ahead = True
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Turn) -> None:
         super().__init__((), None)
+        self._turn = turn
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
         """A tensor without memory, which kernels take for an aligned one."""
@@ -40,13 +41,13 @@ class PrecompileBuilder(LaunchBuilder):
 
     def another(self, inputs: Inputs, stream: int | None) -> LaunchBuilder:
         """Another of the kind."""
-        return PrecompileBuilder()
+        return PrecompileBuilder(self._turn)
 
     def add(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Compile a kernel that will be launched."""
         plain = plain_arguments(args)
         fill_cache_keys((function, *plain))
-        launch_ahead(function, plain, options)
+        launch_ahead(function, plain, options, self._turn)
 
     def finish(self, tokens: Tokens) -> None:
         """Nothing is run."""
@@ -79,14 +80,9 @@ def precompile_packed(kernel: GpuKernel, operands: Operands) -> None:
     _packed.add(kind)
     meta = _without_memory(operands)
     sequences = meta_sequences(meta)
-    with compile_in_parallel():
-        queue = waiting()
-        assert queue is not None
-        before = len(queue)
-        # the passes raise the same error, where the caller expects it
-        with suppress(Exception):
-            kernel.build_backward_ahead(meta, sequences, kernel.forward_pass.build(meta, sequences, PrecompileBuilder()))
-        queue[before:] = reversed(queue[before:])  # what is added last compiles first: the forward's
+    # the passes raise the same error, where the caller expects it
+    with compile_in_parallel(), suppress(Exception):
+        kernel.build_backward_ahead(meta, sequences, kernel.forward_pass.build(meta, sequences, PrecompileBuilder(Turn.FORWARD)))
 
 
 _packed: Final[set[Problem]] = set()
@@ -107,7 +103,7 @@ def precompile_other_lengths(kernel: GpuKernel, operands: Operands) -> None:
     for forward in kernel.forward_pass.of_other_lengths():
         # a call of these lengths raises the same error
         with suppress(Exception):
-            forward.build(meta, meta_sequences(meta), PrecompileBuilder())
+            forward.build(meta, meta_sequences(meta), PrecompileBuilder(Turn.OTHER_LENGTHS))
 
 
 def _is_predictable(kernel: GpuKernel, operands: Operands) -> bool:

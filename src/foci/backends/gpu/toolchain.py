@@ -2,7 +2,7 @@
 
 Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files, 450 MB, for its cache keys. It also asks
 ptxas for its version, and loads its driver, which it compiles with the machine's C compiler if its cache is empty. Nearly all of this runs
-outside of the GIL.
+outside of the GIL. On a machine that has compiled nothing yet, the workers that will compile start too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Final
 import torch
 import triton
 
+from foci.backends.compile_workers import start_waited_workers
 from foci.backends.gpu.caller_waits import caller_waits
+from foci.backends.gpu.kernel_store import is_empty
 from foci.compat.triton import digest_triton, ptxas_version
 
 __all__ = ["prepare_compiler", "wait_until_prepared"]
@@ -36,6 +38,8 @@ def prepare_compiler(arch: int) -> None:
         _begun.extend(threading.Thread(target=_try, args=(step,), name="foci-toolchain") for step in steps)
         for thread in _begun:
             thread.start()
+    if is_empty():  # the first kernels will have to be compiled
+        start_waited_workers()
 
 
 def wait_until_prepared() -> None:
