@@ -40,7 +40,7 @@ def precompiled(arch, problem, monkeypatch):
     """Kernels that the first call launches, and those that it compiles ahead."""
     launched, compiled = [], []
 
-    def note(function, args, options):
+    def note(function, args, options, turn):
         compiled.append(function.kernel(args, {**COMPILE_OPTIONS, **options}))
 
     def run_as_on_a_gpu(call, operands):
@@ -104,7 +104,7 @@ def first_call(arch, problem, monkeypatch):
     """Kernels that the first call launches, forward and backward, and those that it compiles ahead on a machine of many cores."""
     launched, compiled = [], []
 
-    def note(function, args, options):
+    def note(function, args, options, turn):
         compiled.append(function.kernel(args, {**COMPILE_OPTIONS, **options}))
 
     with recording_launches(monkeypatch, arch, lambda function, log: Needed(function, arch, launched)), foci.use(*ARCHS[arch]):
@@ -130,7 +130,9 @@ def test_a_first_call_compiles_its_backward_beside_its_forward(problem, arch, mo
 
 
 # START-01
-@pytest.mark.parametrize("problem", [p for p in make_problems() if p.kind in ("plain", "causal", "window") and p.needs_grad], ids=str)
+@pytest.mark.parametrize(
+    "problem", [p for p in make_problems() if p.kind in ("plain", "causal", "window", "document") and p.needs_grad], ids=str
+)
 def test_a_first_call_compiles_forwards_of_other_lengths_beside_its_own(problem, monkeypatch):
     launched, compiled = first_call(90, problem, monkeypatch)
     known = launched | compiled

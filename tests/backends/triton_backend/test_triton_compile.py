@@ -248,7 +248,7 @@ def test_new_lengths_batches_values_and_lambdas_compile_nothing(keyed):
 def test_the_kernels_precompiled_for_the_backward_pass_are_those_it_launches(name, keyed, monkeypatch):
     seen = []
 
-    def note(function, args, options):
+    def note(function, args, options, turn):
         # what the pass will make has no memory yet
         tensors = [t for arg in args for t in (getattr(arg, "base", arg),) if isinstance(t, torch.Tensor)]
         assert all(t.is_meta or t.untyped_storage().data_ptr() in addresses for t in tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
@@ -72,6 +73,7 @@ class HopperForward:
         self.has_low = bounds is not None and bounds.is_low
         self.is_even = self.is_bounded and self.variant.mask == const(True)
         self.fixed_schedule: Schedule | None = None  # None: the one that the lengths decide on
+        self.fixed_is_long: bool | None = None  # whether tiles of lists are moved; None: the lengths decide
         self._unmasked = PassBuilder(without_mask(builder.plan)) if self.is_bounded else builder
 
     def build(self, operands: Operands, sequences: Sequences, launches: LaunchBuilder) -> Results:
@@ -121,11 +123,12 @@ class HopperForward:
         return Results(out, lse, row_max)
 
     def of_other_lengths(self) -> Iterator[HopperForward]:
-        """See `foci.backends.gpu.kernel.ForwardPass`. None for packed sequences and listed masks, whose tables depend on lengths."""
-        if self.is_bounded and self.problem.formula.layout is Layout.DENSE:
-            for schedule in schedules_of_lengths(self.problem):
+        """See `foci.backends.gpu.kernel.ForwardPass`. None for packed sequences, whose tables depend on lengths."""
+        if self.problem.formula.layout is Layout.DENSE:
+            are_long = (None,) if self.is_bounded else (False, True)
+            for schedule, is_long in itertools.product(schedules_of_lengths(self.problem), are_long):
                 other = copy.copy(self)
-                other.fixed_schedule = schedule
+                other.fixed_schedule, other.fixed_is_long = schedule, is_long
                 yield other
 
     def _programs(
@@ -171,7 +174,9 @@ class HopperForward:
         if lists is None or visits.source is not None or 16 * lists.numel() * tiles.tile_q > MAX_MASK_BYTES:
             return MaskBits()
         query, formula = call.operands.query, self.problem.formula
-        is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > SHORT_FORWARD_TILES
+        is_long = self.fixed_is_long
+        if is_long is None:
+            is_long = query.shape[0] * query.shape[1] * visits.tasks * lists.shape[1] > SHORT_FORWARD_TILES
         # with blocks and dropout tiles are where the caller's classes, and random numbers, are
         options = (
             is_long and formula.block_size is None and not formula.dropout,
