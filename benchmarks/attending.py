@@ -157,7 +157,7 @@ def _fa4(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run_child(script: str, arguments: Sequence[str], caches: Path, timeout: float = 600.0) -> list[dict[str, Any]]:
     """The lines of JSON that a script prints in a process of its own, whose compilers cache below `caches`."""
     folders = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "FOCI_CACHE_DIR": "foci", "CUTE_DSL_CACHE_DIR": "cute"}
-    environment = _with_byte_code() | {name: str(caches / folder) for name, folder in folders.items()}
+    environment = environment_with_byte_code() | {name: str(caches / folder) for name, folder in folders.items()}
     command = [sys.executable, script, "--child", *arguments]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -182,7 +182,7 @@ for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.
 
 
 @functools.cache
-def _with_byte_code() -> dict[str, str]:
+def environment_with_byte_code() -> dict[str, str]:
     """The environment of processes whose modules have their byte code on disk, as those of installed packages have."""
     folder = tempfile.TemporaryDirectory(prefix="byte_code_")
     atexit.register(folder.cleanup)

@@ -3,7 +3,8 @@
     foci kernels build --arch sm_90 --set "causal D 128 bfloat16,decode D 128 bfloat16" -o PACK    # on any machine
     python benchmarks/kernel_packs.py PACK                                                          # fills docs/kernel-packs.md
 
-Each state is a process of its own. Imports of torch and foci and the device's context are not counted, imports within the calls are.
+Each state is a process of its own. Imports of torch and foci, the device's context and what torch loads at a process's first backward pass
+are not counted, imports within the calls are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from attending import environment_with_byte_code
 from measure import facts, write
 from pages import fill, markdown, results
 
@@ -36,7 +38,7 @@ def seconds(call: Callable[[], object]) -> tuple[object, float]:
 
 def child() -> None:
     warm = torch.randn(64, 64, device="cuda", requires_grad=True)
-    (warm @ warm).sum().backward()
+    (warm @ warm).backward(warm.detach())  # with a gradient: torch then imports sympy
     row = {}
     for length, names in ((2048, ("forward_s", "backward_s")), (1333, ("new_forward_s", "new_backward_s"))):
         query, key, value = (torch.randn(2, 8, length, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
@@ -49,7 +51,11 @@ def child() -> None:
 
 
 def measured(folder: str) -> dict[str, float]:
-    environment = {**os.environ, "FOCI_CACHE_DIR": f"{folder}/foci", "TRITON_CACHE_DIR": f"{folder}/triton", "FOCI_QUIET": "1"}
+    environment = environment_with_byte_code() | {
+        "FOCI_CACHE_DIR": f"{folder}/foci",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "FOCI_QUIET": "1",
+    }
     done = subprocess.run([sys.executable, __file__, "--child"], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
