@@ -276,7 +276,7 @@ class _ParallelCompileMode:
             return
         begun = _begun.pop(key, None)
         if isinstance(begun, _WorkerKernel) and not self.is_ahead and begun.cancel():
-            begun = None  # no worker has taken it: it is compiled here at once
+            begun = None  # no worker has taken it: it begins anew, for those who wait
         future = self._beside.begin(key, compile_it) if begun is None else begun
         if self.is_ahead:
             _begun[key] = future
