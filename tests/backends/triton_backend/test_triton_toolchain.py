@@ -99,7 +99,6 @@ def test_the_digest_of_tritons_files_is_kept_until_one_of_them_changes(monkeypat
 def test_triton_keeps_what_is_prepared():
     if triton.knobs.runtime.interpret:
         pytest.skip("the interpreter does not compile")
-    toolchain.digest_triton()
+    assert toolchain.digest_triton() is toolchain.digest_triton()
     toolchain.ptxas_version(90)
-    assert cache.triton_key.cache_info().currsize == 1
     assert nvidia.get_ptxas_version.cache_info().currsize >= 1
