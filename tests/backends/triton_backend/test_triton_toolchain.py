@@ -28,7 +28,8 @@ def steps(monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "is_empty", lambda: False)
     monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    return done
+    yield done
+    toolchain.wait_until_prepared()  # no thread notes a step in the next test
 
 
 def test_the_compiler_is_prepared_once_beside_the_caller(steps):
