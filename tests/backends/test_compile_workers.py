@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import spawn
 
 import pytest
 
@@ -34,6 +35,15 @@ def test_a_worker_that_ends_fails_its_jobs_and_later_ones_have_another(pool, tmp
     wait_until_none_runs(pool)
     pool.submit(os.mkdir, str(tmp_path / "made").encode()).result(60)
     assert (tmp_path / "made").is_dir()
+
+
+@pytest.mark.parametrize("interpreter", ["/no/python", None])
+def test_jobs_fail_where_no_worker_can_start(interpreter, pool, monkeypatch):
+    """As in a program that embeds Python, and names no interpreter to `multiprocessing.set_executable`."""
+    monkeypatch.setattr(spawn, "get_executable", lambda: interpreter)
+    with pytest.raises(OSError, match="no compile worker is left"):
+        pool.submit(os.mkdir, b"never").result(60)
+    wait_until_none_runs(pool)
 
 
 def test_idle_workers_end(pool, monkeypatch, tmp_path):

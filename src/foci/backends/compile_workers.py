@@ -2,8 +2,9 @@
 
 A compiler's front end is Python, which holds the GIL: in one process kernels would be read one after another, and a program that
 computes meanwhile would be held up. Workers start at the first request, in half a second, and end when they have had nothing to do for a
-minute, or with this process. Those of the background have a low priority of the operating system. `compile_worker` is what they run; the
-main module is not imported in them, unlike in those of `multiprocessing`.
+minute, or with this process. Those of the background have a low priority of the operating system. `compile_worker` is what they run, by
+the interpreter that `multiprocessing.set_executable` names where Python is embedded; the main module is not imported in them, unlike in
+those of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -127,10 +129,10 @@ class _Pool:
 
     def _feed(self) -> None:
         """Start a worker, and give it jobs until there are none."""
-        # -P: modules beside the script have names of packages
-        command = [sys.executable, "-P", str(_SCRIPT), str(self._kind.niceness)]
         path = os.pathsep.join(filter(None, sys.path))
         try:
+            # -P: modules beside the script have names of packages
+            command = [os.fsdecode(spawn.get_executable()), "-P", str(_SCRIPT), str(self._kind.niceness)]
             with subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
             ) as worker:
@@ -141,7 +143,7 @@ class _Pool:
                     pass
             if not is_ready:
                 raise BrokenPipeError("the compile worker ended")
-        except OSError:  # it could not be started, or has ended: the rest is compiled by those who wait for it
+        except Exception:  # it could not be started, or has ended: the rest is compiled by those who wait for it
             self._fail_all()
 
     def _next(self, sink: IO[bytes], source: IO[bytes]) -> bool:
