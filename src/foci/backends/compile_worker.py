@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_ROOT: Final = Path(__file__).parents[1]
-_PACKAGES: Final = ("foci", "foci.backends", "foci.backends.hopper", "foci.backends.triton")
+_BACKENDS: Final = Path(__file__).parent
 
 
 def without_packages() -> None:
-    """Have modules of kernels imported without the packages around them."""
-    for name in _PACKAGES:
+    """Have modules of kernels imported without the packages around them: foci, its backends, and each backend."""
+    for folder in (_BACKENDS.parent, _BACKENDS, *(path.parent for path in _BACKENDS.glob("*/__init__.py"))):
+        name = ".".join(("foci", *folder.relative_to(_BACKENDS.parent).parts))
         package = types.ModuleType(name)
-        package.__path__ = [str(_ROOT.joinpath(*name.split(".")[1:]))]
+        package.__path__ = [str(folder)]
         sys.modules[name] = package
 
 

@@ -162,7 +162,7 @@ def test_where_triton_has_no_place_for_it_kernels_compile_one_after_the_other(ev
 
 
 def ahead(kernel, warps=1):
-    launch_ahead(kernel, (torch.empty(16, device="meta"), 1), {"num_warps": warps})
+    launch_ahead(kernel, (torch.empty(16, device="meta"), 1), {"num_warps": warps}, compiling.Turn.FORWARD)
 
 
 def names(events, what):
@@ -297,7 +297,7 @@ def test_nothing_is_said_of_kernels_that_nobody_waits_for(events, monkeypatch, c
     with unhurried(), compile_in_parallel():
         launch(first_kernel)
     with compile_in_parallel():
-        launch_ahead(second_kernel, (torch.zeros(16), 1), {"num_warps": 1})
+        launch_ahead(second_kernel, (torch.zeros(16), 1), {"num_warps": 1}, compiling.Turn.FORWARD)
     assert capsys.readouterr().err == ""
     with compile_in_parallel():
         launch(first_kernel, 2)

@@ -115,7 +115,7 @@ def test_workers_compile_beside_the_kernel_that_takes_longest(hits):
         launch(short)
         launch(first_kernel)
         launch(short)
-        launch_ahead(later, (torch.zeros(16), 1), {"num_warps": 1})
+        launch_ahead(later, (torch.zeros(16), 1), {"num_warps": 1}, compiling.Turn.FORWARD)
     assert sorted(hits) == [("first_kernel", False), ("short", True)]
     hits.clear()
     with compile_in_parallel():
@@ -167,7 +167,7 @@ def test_a_kernel_that_no_worker_has_begun_is_compiled_here_when_it_is_needed(ev
         return jobs[-1]
 
     with unhurried(submit), compile_in_parallel():
-        launch_ahead(first_kernel, (torch.zeros(16), 1), {"num_warps": 1})
+        launch_ahead(first_kernel, (torch.zeros(16), 1), {"num_warps": 1}, compiling.Turn.FORWARD)
     assert len(jobs) == 1
     assert not [event for event in events if event[0] == "compile"]
     start = time.monotonic()

@@ -57,7 +57,7 @@ class Turn(IntEnum):
     """Which pass launches a kernel, in the order in which kernels begin to compile."""
 
     NOW = 0  # this pass, which waits for the kernel; all others are compiled ahead
-    FORWARD = 1
+    FORWARD = 1  # or any other pass to come
     BACKWARD = 2  # of this call
     OTHER_LENGTHS = 3
 
@@ -163,7 +163,7 @@ def after_launches(action: Callable[[], None]) -> None:
         queue.append(Waiting(None, (), {}, action))
 
 
-def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any], turn: Turn = Turn.FORWARD) -> None:
+def launch_ahead(function: Any, args: tuple[Any, ...], options: dict[str, Any], turn: Turn) -> None:
     """Queue the compilation of a kernel that a later pass will launch. Does nothing outside of `compile_in_parallel`."""
     queue = _queue.get()
     if queue is not None:
@@ -227,13 +227,13 @@ def _compile(new: Sequence[Waiting]) -> None:
 
 def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) -> None:
     pool, pool_ahead = ThreadPoolExecutor(2 * len(new)), ThreadPoolExecutor(max(1, available_cores() // 4))
-    is_background = submit_elsewhere() is not None
-    beside = _Beside(pool, submit_elsewhere() or (waited_workers() if is_waited_for() else None))
+    in_background = submit_elsewhere()
+    beside = _Beside(pool, in_background or (waited_workers() if is_waited_for() else None))
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
     ordered = sorted(new, key=lambda each: (each.turn, -source_length(each.function)))
-    # workers take half a second to start, so what takes longest begins here: a backward's kernel rather than its forward's
-    here = None if is_background else next((each for each in ordered if each.turn is Turn.BACKWARD), ordered[0])
+    # workers take half a second to start, so one kernel begins here at once: a backward's, for which a training step waits longest
+    here = None if in_background else next((each for each in ordered if each.turn is Turn.BACKWARD), ordered[0])
     try:
         for each in ordered:
             if each.is_ahead and not mode.is_ahead:
@@ -311,7 +311,7 @@ class _Beside:
     def __init__(self, pool: Executor, submit: Submit | None) -> None:
         self.pool = pool
         self.submit = submit
-        self.stays = False  # whether the next kernel compiles in this process
+        self.stays = False  # whether the next kernel compiles in this process, though there are workers
         self._read: list[threading.Event] = []
 
     def begin(self, key: str, compile_it: Callable[[], Any]) -> Future[Any] | _WorkerKernel:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foci.backends import row_kernels as contract
 from foci.backends.gpu import layernorm_kernels as kernels
-from foci.backends.gpu.compiling import Waiting, compile_in_parallel, launch_ahead, launch_waiting
+from foci.backends.gpu.compiling import Turn, Waiting, compile_in_parallel, launch_ahead, launch_waiting
 from foci.backends.gpu.stream_state import allocator_on, has_launch_hooks
 from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.compat.cuda import current_device, is_capturing, raw_stream
@@ -72,7 +72,7 @@ class _Kernel:
     def begin(self) -> None:
         """Start compiling it in the background, within `compile_in_parallel`."""
         if not _INTERPRETED:
-            launch_ahead(self._function, self._example, self._options)
+            launch_ahead(self._function, self._example, self._options, Turn.FORWARD)
 
     def launch(self, device: int, stream: int, programs: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> None:
         """Launch with contiguous tensors whose addresses are multiples of 16."""
