@@ -415,3 +415,23 @@ def test_tokens_of_no_sequence_are_not_read(device, backend):
             destination[span] = part[0].movedim(0, 1)
     for actual, exact in zip((out, *grads), expected, strict=True):
         torch.testing.assert_close(actual.cpu().double(), exact, atol=tolerance(dtype), rtol=tolerance(dtype))
+
+
+# SDPA-06
+@pytest.mark.parametrize(("device", "backend"), [*(("cpu", name) for name in BACKENDS), *ON_GPU])
+def test_dropout_draws_the_same_where_results_are_computed_again(device, backend):
+    """Rows that an excluded NaN has reached keep the weights that their first computation kept."""
+    dtype = half_of(backend, device)
+    query, key, value, grad_out = (torch.randn(1, 2, LENGTH, 24, device=device).to(dtype) for _ in range(4))
+    used = torch.tensor(90, device=device)
+
+    def run(bad):
+        dirty_key, dirty_value = key.clone(), value.clone()
+        dirty_key[:, :, 100], dirty_value[:, :, 120] = bad, bad
+        leaves = [t.requires_grad_() for t in (query.clone(), dirty_key, dirty_value)]
+        torch.manual_seed(3)
+        out = attention(backend, leaves, mask=lambda b, h, q_idx, kv_idx: kv_idx < used, dropout_p=0.4)
+        return out, *torch.autograd.grad(out, leaves, grad_out)
+
+    for clean, dirty in zip(run(0.0), run(torch.nan), strict=True):
+        torch.testing.assert_close(dirty, clean, atol=2e-2, rtol=2e-2)
