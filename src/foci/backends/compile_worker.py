@@ -1,7 +1,7 @@
 """What a worker process of `compile_workers` runs. It is a script: nothing imports it.
 
-A worker imports Triton and modules of kernels, in half a second. The packages around these would import torch, which takes seconds, so
-here they are packages without code of their own.
+A worker imports Triton and modules of kernels. The packages around these would import torch, which takes seconds, so here they are packages
+without code of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Worker processes that compile kernels: those of a call that waits for them, and in the background those of calls to come.
 
 A compiler's front end is Python, which holds the GIL: in one process kernels would be read one after another, and a program that
-computes meanwhile would be held up. Workers start at the first request, in half a second, and end when they have had nothing to do for a
+computes meanwhile would be held up. Workers start at the first request, without torch, and end when they have had nothing to do for a
 minute, or with this process. Those of the background have a low priority of the operating system. `compile_worker` is what they run, by
 the interpreter that `multiprocessing.set_executable` names where Python is embedded; the main module is not imported in them, unlike in
 those of `multiprocessing`.

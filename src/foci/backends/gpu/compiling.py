@@ -232,7 +232,7 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
     ordered = sorted(new, key=lambda each: (each.turn, -source_length(each.function)))
-    # workers take half a second to start, so one kernel begins here at once: a backward's, for which a training step waits longest
+    # workers take a moment to start, so one kernel begins here at once: a backward's, for which a training step waits longest
     here = None if in_background else next((each for each in ordered if each.turn is Turn.BACKWARD), ordered[0])
     try:
         for each in ordered:
