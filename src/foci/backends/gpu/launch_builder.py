@@ -47,7 +47,8 @@ def _defaults(function: Any, count: int) -> tuple[Any, ...]:
 
 _UNWATCHED: Final = (None, None, None)
 """A launcher's arguments for launch hooks: none."""
-_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None), Config, Strides))
+_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None)))
+_TUPLES_OF_NUMBERS: Final = frozenset((Config, Strides))
 
 
 def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -217,7 +218,9 @@ class LaunchBuilder:
         for at, arg in enumerate(args):
             if type(arg) in _NUMBERS_ALONE:
                 continue
-            if isinstance(arg, Tensor):
+            if type(arg) in _TUPLES_OF_NUMBERS:
+                noted.values[at] = tuple(arg)  # launchers take four times as long to read a named one
+            elif isinstance(arg, Tensor):
                 role, number = self._role(arg), next((n for n, tensor in enumerate(self._kept) if tensor is arg), None)
                 if role is not None:
                     noted.places.append((at, role))
@@ -254,7 +257,7 @@ def plain_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain_one(arg: Any) -> Any:
-    if type(arg) in _NUMBERS_ALONE:
+    if type(arg) in _NUMBERS_ALONE or type(arg) in _TUPLES_OF_NUMBERS:
         return arg
     if isinstance(arg, Count):
         return int(arg)
