@@ -356,7 +356,6 @@ def test_gradients_of_tensors_with_rows_of_their_own_have_such(logs, case):
 
 
 def test_launchers_are_given_plain_tuples(logs, monkeypatch):
-    """They take four times as long to read a named one."""
     launches = []
 
     def template(made, *rest):

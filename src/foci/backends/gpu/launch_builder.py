@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
 from foci.backends.gpu.allocations import Joint, New
 from foci.backends.gpu.compiling import Waiting, after_launches, compile_and_launch, compile_and_load, launch_waiting, waiting
-from foci.backends.gpu.kernel_args import Config, Strides
 from foci.backends.gpu.launch_list import (
     Arguments,
     Launch,
@@ -47,8 +47,7 @@ def _defaults(function: Any, count: int) -> tuple[Any, ...]:
 
 _UNWATCHED: Final = (None, None, None)
 """A launcher's arguments for launch hooks: none."""
-_NUMBERS_ALONE: Final = frozenset((int, float, bool, str, type(None)))
-_TUPLES_OF_NUMBERS: Final = frozenset((Config, Strides))
+_CONSTANTS: Final = frozenset((int, float, bool, str, type(None), tl.constexpr))
 
 
 def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -216,11 +215,9 @@ class LaunchBuilder:
     def _noted(self, args: tuple[Any, ...]) -> Arguments:
         noted = Arguments(list(args), [], [], [], late_counts(args))
         for at, arg in enumerate(args):
-            if type(arg) in _NUMBERS_ALONE:
+            if type(arg) in _CONSTANTS:
                 continue
-            if type(arg) in _TUPLES_OF_NUMBERS:
-                noted.values[at] = tuple(arg)  # launchers take four times as long to read a named one
-            elif isinstance(arg, Tensor):
+            if isinstance(arg, Tensor):
                 role, number = self._role(arg), next((n for n, tensor in enumerate(self._kept) if tensor is arg), None)
                 if role is not None:
                     noted.places.append((at, role))
@@ -238,7 +235,7 @@ class LaunchBuilder:
                 noted.values[at] = None
             elif isinstance(arg, tuple):
                 inner = self._noted(arg)
-                noted.values[at] = tuple(inner.values)
+                noted.values[at] = tuple(inner.values)  # a plain one: launchers take longer to read a named one
                 if not inner.is_constant:
                     noted.parts.append((at, inner))
         return noted
@@ -257,7 +254,7 @@ def plain_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain_one(arg: Any) -> Any:
-    if type(arg) in _NUMBERS_ALONE or type(arg) in _TUPLES_OF_NUMBERS:
+    if type(arg) in _CONSTANTS:
         return arg
     if isinstance(arg, Count):
         return int(arg)
