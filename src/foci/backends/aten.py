@@ -78,6 +78,7 @@ class _Op:
     needs: tuple[Any, ...]
 
     def reject(self, problem: Problem, target: Target) -> str | None:
+        """Why torch's operator cannot solve the problem on the target, or None."""
         largest, multiple = self.head_dim
         named = str(problem.dtype).removeprefix("torch.")
         absent = [operator for operator in self.needs if isinstance(operator, Absent)]
