@@ -1,6 +1,8 @@
 """Worker processes of the compiler: jobs are done elsewhere, a worker's end fails none silently, and idle workers end."""
 
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +10,7 @@ from multiprocessing import spawn
 
 import pytest
 
+import foci
 from foci.backends import compile_workers
 
 
@@ -96,24 +99,63 @@ def tell(path):
         file.write(str(os.nice(0)))
 
 
-KERNELS = """
-import importlib, pathlib, re, runpy, sys
-runpy.run_path(sys.argv[1])["without_packages"]()
-root = pathlib.Path(sys.modules["foci"].__path__[0])
-kernels = [path for path in sorted(root.glob("backends/*/*.py")) if re.search(r"^@(gluon|triton)[.]jit", path.read_text(), re.M)]
-for path in (*kernels, root / "backends/gpu/compile_subprocess.py"):
-    importlib.import_module(".".join(("foci", *path.relative_to(root).with_suffix("").parts)))
-    assert "torch" not in sys.modules, path
-print(len(kernels))
+IMPORTS = """
+import importlib, runpy, sys
+script, *modules = sys.argv[1:]
+runpy.run_path(script)["without_packages"]()
+for module in ("foci.backends.gpu.compile_subprocess", *modules):
+    importlib.import_module(module)
+    assert "torch" not in sys.modules, module
 """
+
+
+def assert_imported_without_torch(modules):
+    done = subprocess.run([sys.executable, "-c", IMPORTS, compile_workers._SCRIPT, *modules], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_workers_import_kernels_without_torch():
     """Which takes seconds."""
     pytest.importorskip("triton")
-    done = subprocess.run([sys.executable, "-c", KERNELS, compile_workers._SCRIPT], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 30
+    root = pathlib.Path(foci.__file__).parent
+    paths = [path for path in sorted(root.glob("backends/*/*.py")) if re.search(r"^@(gluon|triton)[.]jit", path.read_text(), re.M)]
+    assert len(paths) > 30
+    assert_imported_without_torch([".".join(("foci", *path.relative_to(root).with_suffix("").parts)) for path in paths])
+
+
+def test_workers_load_arguments_of_kernels_without_torch(monkeypatch):
+    """Their classes, which a pickled kernel names, are in modules that do without it."""
+    pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter does not compile")
+    from kernel_stand_ins import Function
+    from launch_calls import CASES, FIXED, make_call, make_inputs
+    from launch_recorder import recording_launches, run
+    from record_launches import ARCHS
+
+    classes = set()
+
+    def note(value):
+        if isinstance(value, tuple):
+            classes.add(type(value))
+            for part in value:
+                note(part)
+
+    class Noting(Function):
+        def noted(self, log, grid, args, options, *, is_launch):
+            note(args)
+            return super().noted(log, grid, args, options, is_launch=is_launch)
+
+    def stand_in(function, log):
+        return Noting(function, log.launched, log.launched, log.compiled)
+
+    for arch, backends in ARCHS.items():
+        for case in CASES.values():
+            with recording_launches(monkeypatch, arch, stand_in) as log, foci.use(*backends):
+                run(log, make_call(case), make_inputs(case), FIXED)
+    modules = {each.__module__ for each in classes - {tuple}}
+    assert len(modules) > 10
+    assert_imported_without_torch(sorted(modules))
 
 
 ENDS = """

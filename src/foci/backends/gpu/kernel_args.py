@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton.language as tl
-from torch import Tensor
+
+if TYPE_CHECKING:  # workers, which unpickle these tuples, do without torch
+    from torch import Tensor
 
 __all__ = [
     "CallArgs",
@@ -23,6 +25,7 @@ __all__ = [
     "Spans",
     "Strides",
     "Table",
+    "Tensors",
     "encode",
     "encode_strides",
     "encode_word",
@@ -65,6 +68,19 @@ class Strides(NamedTuple):
     h: int
     s: int
     d: int
+
+
+class Tensors(NamedTuple):
+    """Strides of tensors [B, H, S, D]; those of an absent tensor are the query's."""
+
+    q: Strides
+    k: Strides
+    v: Strides
+    out: Strides
+    dout: Strides
+    dq: Strides
+    dk: Strides
+    dv: Strides
 
 
 class Size(NamedTuple):

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import triton.language as tl
 from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.gpu.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
-from foci.backends.gpu.kernel_args import CallArgs, Config, Environment, Numbers, Size, Strides, encode, encode_strides, encode_word
+from foci.backends.gpu.kernel_args import (
+    CallArgs,
+    Config,
+    Environment,
+    Numbers,
+    Size,
+    Tensors,
+    encode,
+    encode_strides,
+    encode_word,
+)
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import source_of_places
 from foci.backends.gpu.schedules import Schedule, fit_schedule, padded_dim, schedule_for, scratch_bytes, vector_bytes
@@ -21,22 +31,10 @@ from foci.backends.gpu.tile_tables import Sequences, TileTable, build_visits
 from foci.backends.mask_intervals import as_comparisons
 from foci.backends.problem_class import may_exclude, tile_bytes
 from foci.dropout import threshold
+from foci.ir.expr import const
 from foci.problem import Layout, Operands
 
-__all__ = ["Pass", "PassBuilder"]
-
-
-class Tensors(NamedTuple):
-    """Strides of tensors [B, H, S, D]; those of an absent tensor are the query's."""
-
-    q: Strides
-    k: Strides
-    v: Strides
-    out: Strides
-    dout: Strides
-    dq: Strides
-    dk: Strides
-    dv: Strides
+__all__ = ["Pass", "PassBuilder", "without_mask"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,3 +168,10 @@ class PassBuilder:
 @functools.lru_cache(maxsize=4096)
 def _as_constants(config: Config) -> Config:
     return Config(*map(tl.constexpr, config))
+
+
+def without_mask(plan: Plan) -> Plan:
+    """Return the plan where every query attends to every key."""
+    formula = plan.problem.formula
+    everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
+    return replace(plan, problem=replace(plan.problem, formula=everything))

@@ -29,7 +29,7 @@ from foci.backends.gpu.kernel_args import encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.mend import NanFlags
 from foci.backends.gpu.mend_launches import key_tasks, launch_mend_gradients, query_tasks
-from foci.backends.gpu.passes import Pass, PassBuilder
+from foci.backends.gpu.passes import Pass, PassBuilder, without_mask
 from foci.backends.gpu.portable_passes import PortableBackward
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.symbolic_tokens import at_most
@@ -62,7 +62,7 @@ from foci.backends.hopper.bwd_dq import attention_kept_gradient, attention_query
 from foci.backends.hopper.bwd_dq_dk_dv import FusedParams, attention_gradients
 from foci.backends.hopper.bwd_preprocess import Counters, Heads, RowInputs, begin_gradients, finish_query_gradient, reduce_dq_partials
 from foci.backends.hopper.bwd_short_q import SplitKVPartials, attention_few_gradients
-from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
+from foci.backends.hopper.config import Config, MaskedTable, make_config
 from foci.backends.hopper.descriptors import describe, takes_descriptor
 from foci.backends.hopper.dq_order import mark_tiles, rank_packed, rank_tiles
 from foci.backends.hopper.dq_semaphore import SHARE_LINE, Order, slot_size

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from foci.backends.contract import Plan
-from foci.ir.expr import const
-
-__all__ = ["Config", "MaskedTable", "make_config", "without_mask"]
+__all__ = ["Config", "MaskedTable", "make_config"]
 
 
 class Config(NamedTuple):
@@ -73,10 +69,3 @@ class MaskedTable(NamedTuple):
 def make_config(**fields: int | str | None) -> Config:
     """A configuration of compile-time constants."""
     return Config(**{name: tl.constexpr(value) for name, value in fields.items()})
-
-
-def without_mask(plan: Plan) -> Plan:
-    """Return the plan where every query attends to every key."""
-    formula = plan.problem.formula
-    everything = replace(formula, variant=replace(formula.variant, mask=const(True)), block_size=None)
-    return replace(plan, problem=replace(plan.problem, formula=everything))

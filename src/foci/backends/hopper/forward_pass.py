@@ -20,12 +20,12 @@ from foci.backends.gpu.functions import capture_layouts
 from foci.backends.gpu.kernel_args import encode
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.mend_launches import launch_mend_rows, query_tasks
-from foci.backends.gpu.passes import Pass, PassBuilder
+from foci.backends.gpu.passes import Pass, PassBuilder, without_mask
 from foci.backends.gpu.portable_passes import PortableForward
 from foci.backends.gpu.schedules import Schedule as Tiles
 from foci.backends.gpu.symbolic_tokens import at_most
 from foci.backends.gpu.tile_tables import Sequences, TileTable
-from foci.backends.hopper.config import Config, MaskedTable, make_config, without_mask
+from foci.backends.hopper.config import Config, MaskedTable, make_config
 from foci.backends.hopper.descriptors import describe
 from foci.backends.hopper.forward import attention_forward
 from foci.backends.hopper.functions import build_functions
