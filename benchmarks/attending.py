@@ -55,7 +55,7 @@ def attend(implementation: str, kind: str, q: Tensor, k: Tensor, v: Tensor) -> T
     Raises:
         NotImplementedError: if the peer cannot express it.
     """
-    return {"foci": _foci, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4}[implementation](kind, q, k, v)
+    return {"foci": _foci, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4, "none": _none}[implementation](kind, q, k, v)
 
 
 def document_offsets(tokens: int, device: torch.device) -> Tensor:
@@ -81,6 +81,11 @@ def _foci(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
         "new function": {"mask": masks.causal(), "score": lambda s, b, h, q_idx, kv_idx: s + torch.sin((q_idx - kv_idx) * 0.01)},
     }
     return foci.attention(q, k, v, **options[kind])
+
+
+def _none(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The values instead of their average: what everything but attention costs."""
+    return v.repeat_interleave(q.shape[-3] // v.shape[-3], -3) if kind != "varlen" else v
 
 
 def _sdpa(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Stalls at new lengths: twelve training steps of a Llama with 12 layers, each batch of a length seen first, then the same again.
 
-    python benchmarks/lengths.py [--device cuda] [--quick] [--only foci,sdpa,flex,fa4]
+    python benchmarks/lengths.py [--device cuda] [--quick] [--only foci,sdpa,flex,fa4,none]
 
 The model is written out below, with random weights: RMSNorm, rotary embeddings, grouped query heads, SwiGLU. Only its attention differs:
-foci, torch's scaled_dot_product_attention, FlexAttention compiled, and FlashAttention-4 where it is installed. A stall is what a step takes
+foci, torch's scaled_dot_product_attention, FlexAttention compiled, FlashAttention-4 where it is installed, and none, which is what a new
+length costs the rest of the model. A stall is what a step takes
 longer than the same step later. Before the first step the model takes one step of another length with torch's SDPA, whatever is measured:
 a process's first step loads CUDA's libraries, which is not counted as attention's. From empty caches, and in a second process with what the
 first left on disk. Results go to benchmarks/results, or to the folder OUT.
@@ -134,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="the peers only from empty caches")
-    parser.add_argument("--only", default=",".join(IMPLEMENTATIONS))
+    parser.add_argument("--only", default=",".join((*IMPLEMENTATIONS, "none")))
     parser.add_argument("--child", metavar="IMPLEMENTATION", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

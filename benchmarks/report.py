@@ -27,8 +27,8 @@ def _pivot(rows: list[Row], mask: str, direction: str, value: str) -> str:
     return markdown(["S", *names], [[n, *(values.get((n, name), "") for name in names)] for n in lengths])
 
 
-NAMES = {"foci": "foci", "sdpa": "torch SDPA", **PEERS}
-COLORS = {"foci": "#2f6f9f", "sdpa": "#8a8a8a", "flex": "#f2a65a", "fa4": "#6a9f58"}
+NAMES = {"foci": "foci", "sdpa": "torch SDPA", **PEERS, "none": "no attention"}
+COLORS = {"foci": "#2f6f9f", "sdpa": "#8a8a8a", "flex": "#f2a65a", "fa4": "#6a9f58", "none": "#c9c9c9"}
 
 
 def _of_device(device: str) -> str:
