@@ -1,5 +1,6 @@
 """How the Hopper forward goes over tiles and tasks. No device."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -242,3 +243,30 @@ def test_tasks_of_a_last_round_that_is_half_empty_are_halved(changes, tasks, exp
     # a counter that no program reads is not allocated by each run
     if tickets is not None:
         assert [t is tickets for t in (launches.allocated if programs < tasks else launches.kept)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, True),
+        (masks.causal(), True),
+        (masks.causal_lower_right(), False),
+        (foci.Mask(lambda b, h, q, k: k <= q + 1), False),
+        (masks.window(1023), False),
+        (masks.window(1023, 0), False),
+        (KINDS["document"]["mask"], False),
+    ],
+)
+def test_only_the_first_tile_that_a_consumer_visits_is_partial_where_the_kernel_relies_on_it(mask, expected):
+    """A consumer goes from the last tile of its 64 rows to the first, and the kernel masks the first that it visits by itself."""
+    assert built(problem(mask=mask)).forward_pass.has_one_partial is expected
+    if not expected:
+        return
+    for q_len, kv_len, tile in itertools.product((1, 63, 64, 65, 200, 257), (1, 31, 63, 64, 65, 128, 129, 200, 333), (64, 128)):
+        q_idx, kv_idx = torch.arange(q_len)[:, None], torch.arange(-(-kv_len // tile) * tile)
+        kept = (kv_idx < kv_len) & ((kv_idx <= q_idx) if mask is not None else q_idx >= 0)
+        for rows in kept.split(64):
+            tiles = rows.unflatten(1, (-1, tile))
+            is_visited, is_full = tiles.any(2).any(0), tiles.all(2).all(0)
+            last = is_visited.nonzero().max()
+            assert set((is_visited & ~is_full).nonzero().flatten().tolist()) <= {last.item()}

@@ -35,6 +35,7 @@ class Config(NamedTuple):
     DEFERS_DQ: Any = None  # a share of dq is handed to the adding warp one tile later: one fence less a tile
     AFFINE: Any = None  # `score`, or `both`, is the function `line` of `foci.backends.hopper.functions`
     SINGLE_LOOP: Any = None  # one loop for full and partial tiles
+    ONE_PARTIAL: Any = None  # at most the first tile that a consumer's rows visit is partial
     NAMED_BARRIERS: Any = None  # see `foci.backends.hopper.barriers`
     EXACT_MAX: Any = None  # the softmax reference is the row max itself
     Q_IN_REGISTERS: Any = None  # queries stay in registers

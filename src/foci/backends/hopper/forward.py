@@ -261,7 +261,8 @@ def accumulate_tiles(state, operands, row_ctx, consumer_task, params, c, functio
         if c.SINGLE_LOOP:
             begun = accumulate_overlapped(begun, operands, row_ctx, consumer_task, (next, end), params, c, functions, IF_PARTIAL)
         else:
-            begun = accumulate_overlapped(begun, operands, row_ctx, consumer_task, (next, full_begin), params, c, functions, UPPER)
+            if not c.ONE_PARTIAL:
+                begun = accumulate_overlapped(begun, operands, row_ctx, consumer_task, (next, full_begin), params, c, functions, UPPER)
             steps = (gl.maximum(full_begin, next), full_end)
             begun = accumulate_overlapped(begun, operands, row_ctx, consumer_task, steps, params, c, functions, UNMASKED)
             if c.LOW:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from foci.backends.causal import is_causal
 from foci.backends.gpu.allocate import result_tensors
 from foci.backends.gpu.architectures import count_sms
 from foci.backends.gpu.compiling import after_launches
@@ -72,6 +73,8 @@ class HopperForward:
         self.is_bounded = bounds is not None and self.problem.formula.block_size is None
         self.has_low = bounds is not None and bounds.is_low
         self.is_even = self.is_bounded and self.variant.mask == const(True)
+        # last keys of 64 rows from a multiple of 64 on are all of one tile
+        self.has_one_partial = self.is_bounded and (self.is_even or is_causal(self.variant))
         self.fixed_schedule: Schedule | None = None  # None: the one that the lengths decide on
         self.fixed_is_long: bool | None = None  # whether tiles of lists are moved; None: the lengths decide
         self._unmasked = PassBuilder(without_mask(builder.plan)) if self.is_bounded else builder
@@ -226,8 +229,8 @@ class HopperForward:
             STAGES=schedule.stages, D=p.head_dim, D_PAD=padded_width(p.head_dim), DV=p.value_dim, DV_PAD=padded_width(p.value_dim),
             MODE=mode, JAGGED=is_jagged, PLAIN=is_plain, DROPOUT=p.formula.dropout, BLOCKS=p.formula.block_size is not None,
             LOW=mode == "bounds" and self.has_low, MASK_BITS=mask_bits.bits is not None, PERSISTENT=schedule.persistent,
-            AFFINE=is_affine, SINGLE_LOOP=schedule.single_loop, NAMED_BARRIERS=schedule.named_barriers, EXACT_MAX=p.formula.outputs.row_max,
-            Q_IN_REGISTERS=schedule.q_in_registers, EARLY_ROUNDING=schedule.early_rounding and not p.formula.dropout,
-            KEY_STARTS=mask_bits.starts is not None, HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers,
-            SERPENTINE=schedule.serpentine,
+            AFFINE=is_affine, SINGLE_LOOP=schedule.single_loop, ONE_PARTIAL=self.has_one_partial, NAMED_BARRIERS=schedule.named_barriers,
+            EXACT_MAX=p.formula.outputs.row_max, Q_IN_REGISTERS=schedule.q_in_registers,
+            EARLY_ROUNDING=schedule.early_rounding and not p.formula.dropout, KEY_STARTS=mask_bits.starts is not None,
+            HEADS_TOGETHER=schedule.heads_together, REGISTERS=schedule.registers, SERPENTINE=schedule.serpentine,
         )  # fmt: skip
