@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import foci
 from compiled import several
-from foci.block_mask import BlockMask, as_block_mask, block_classes
+from foci.block_mask import BlockMask, block_classes
 from foci.blocks import EMPTY, FULL, PARTIAL, Extent, classify, combine, from_lists, resize, to_lists, transpose_lists
 from foci.mask_examples import Sizes
 from foci.masks import EXAMPLES
+from foci.normalize import mask_parts
 from foci.trace_functions import bind
 from foci.variant import kv_len, q_len
 
@@ -230,22 +232,37 @@ def test_moving_and_tuples():
 
 
 # FLEX-01
-def test_torch_block_masks_are_taken_as_they_are():
+@pytest.mark.parametrize("apart", [True, False], ids=["full blocks apart", "one list"])
+def test_torch_block_masks_are_read_as_they_are(apart):
     calls = []
 
     def mask_mod(b, h, q_idx, kv_idx):
         calls.append(1)
         return q_idx >= kv_idx
 
+    q = torch.randn(2, 3, 300, 8)
     theirs = torch_flex.create_block_mask(mask_mod, 2, 3, 300, 300, device="cpu")
+    if not apart:
+        lists = theirs.kv_num_blocks, theirs.kv_indices
+        theirs = torch_flex.BlockMask.from_kv_blocks(*lists, mask_mod=mask_mod, seq_lengths=(300, 300))
     calls.clear()
-    ours = as_block_mask(theirs)
+    function, classes, block = mask_parts(theirs, q, q, name="block_mask")
     assert not calls
+    assert (function, block) == (mask_mod, (128, 128))
+    ours = BlockMask((300, 300), *(getattr(theirs, name) for name in LISTS), (128, 128), mask_mod)
     same(ours, theirs)
-    assert all(getattr(ours, name) is getattr(theirs, name) for name in LISTS)
-    assert as_block_mask(ours) is ours
-    with pytest.raises(TypeError, match="must be a BlockMask of foci or of torch, got int"):
-        as_block_mask(3)
+    assert torch.equal(classes, block_classes(ours))
+
+
+def test_what_looks_like_a_block_mask_is_refused():
+    theirs = torch_flex.create_block_mask(MASKS["causal"], None, None, 128, 128, device="cpu")
+    q = torch.randn(1, 1, 128, 8)
+    alike = SimpleNamespace(**{name: getattr(theirs, name) for name in LISTS}, BLOCK_SIZE=(128, 128), mask_mod=MASKS["causal"])
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask of foci or of torch, got SimpleNamespace"):
+        foci.flex_attention(q, q, q, block_mask=alike)
+    theirs.kv_num_blocks = theirs.kv_num_blocks[..., None]
+    with pytest.raises(ValueError, match=r"kv_indices must be \[..., rows, columns\]"):
+        foci.flex_attention(q, q, q, block_mask=theirs)
 
 
 # FLEX-01

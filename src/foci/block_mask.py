@@ -18,7 +18,7 @@ from foci.compat.torch import are_transforms_open, count_dispatch_modes
 from foci.errors import ArgumentError
 from foci.weak_cache import cache_derived, find_derived, tensor_state
 
-__all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "as_block_mask", "block_classes", "from_classes", "noop_mask"]
+__all__ = ["DEFAULT_BLOCK", "BlockMask", "MaskMod", "as_block", "block_classes", "check_is_block_mask", "from_classes", "noop_mask"]
 
 MaskMod = Callable[..., Any]
 Index = int | slice | Tensor
@@ -375,8 +375,28 @@ def _sliced_mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> NoReturn:
     )
 
 
-def block_classes(block_mask: BlockMask) -> Tensor:
-    """int8 [B, Hq, rows, columns]: the class of each block (`foci.blocks.EMPTY`, `PARTIAL`, `FULL`).
+def check_is_block_mask(name: str, block_mask: Any) -> None:
+    """Refuse what is no BlockMask, given as the argument `name`.
+
+    Raises:
+        TypeError: for anything but one of foci or of torch.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import create_block_mask as create
+        >>> check_is_block_mask("block_mask", create(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu"))
+    """
+    if isinstance(block_mask, BlockMask):
+        return
+    torch_module = sys.modules.get("torch.nn.attention.flex_attention")  # an instance exists only if it was imported
+    if torch_module is None or not isinstance(block_mask, torch_module.BlockMask):
+        raise TypeError(f"{name} must be a BlockMask of foci or of torch, got {type(block_mask).__name__}")
+
+
+def block_classes(block_mask: Any) -> Tensor:
+    """int8 [B, Hq, rows, columns]: the class of each block (`foci.blocks.EMPTY`, `PARTIAL`, `FULL`) of a BlockMask of foci or of torch.
+
+    Raises:
+        ValueError: for lists of too few dimensions, or of which only one of a pair is given.
 
     Example:
         >>> from foci.mask_mods import create_block_mask
@@ -388,16 +408,22 @@ def block_classes(block_mask: BlockMask) -> Tensor:
     lists = (b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices)
     tensors = tuple([t for t in lists if t is not None])
     if not _may_be_kept(tensors):
-        return classes_of_lists(*lists)
+        return _classes(lists)
     stream = raw_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0  # on another one the classes may not be there yet
     key = (stream, *map(tensor_state, tensors))
     classes: Tensor | None = find_derived("block classes", key)
     if classes is None:
-        classes = classes_of_lists(*lists)
+        classes = _classes(lists)
         cache_derived("block classes", key, tensors, classes)
     elif cache_check.ENABLED:
-        cache_check.compare_tensors("the cache of block classes", classes, classes_of_lists(*lists))
+        cache_check.compare_tensors("the cache of block classes", classes, _classes(lists))
     return classes
+
+
+def _classes(lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tensor:
+    _check_lists("kv", *lists[:2])
+    _check_lists("full_kv", *lists[2:])
+    return classes_of_lists(*lists)
 
 
 def _may_be_kept(lists: Sequence[Tensor]) -> bool:
@@ -406,30 +432,13 @@ def _may_be_kept(lists: Sequence[Tensor]) -> bool:
         not torch.compiler.is_compiling()
         and count_dispatch_modes() == 0
         and not are_transforms_open()
-        and all(type(t) is Tensor and not t.is_inference() for t in lists)
+        and _PLAIN.issuperset(map(type, lists))
+        and not any(map(Tensor.is_inference, lists))
         and not (lists[0].is_cuda and is_capturing())
     )
 
 
-def as_block_mask(block_mask: Any) -> BlockMask:
-    """A BlockMask of torch as one of foci, sharing its lists; one of foci as it is.
-
-    Raises:
-        TypeError: for anything else.
-
-    Example:
-        >>> from torch.nn.attention.flex_attention import create_block_mask as create
-        >>> as_block_mask(create(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")).shape
-        (1, 1, 256, 256)
-    """
-    if isinstance(block_mask, BlockMask):
-        return block_mask
-    torch_module = sys.modules.get("torch.nn.attention.flex_attention")  # an instance exists only if it was imported
-    if torch_module is None or not isinstance(block_mask, torch_module.BlockMask):
-        raise TypeError(f"block_mask must be a BlockMask of foci or of torch, got {type(block_mask).__name__}")
-    q_len, kv_len = block_mask.seq_lengths
-    block_q, block_kv = block_mask.BLOCK_SIZE
-    return _assembled((q_len, kv_len), _lists(block_mask), (block_q, block_kv), block_mask.mask_mod)
+_PLAIN: Final = frozenset({Tensor})
 
 
 def from_classes(

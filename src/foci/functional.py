@@ -325,7 +325,10 @@ def flex_attention(
         query, key, value = as_jagged((query, key, value))
     if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise ArgumentError(f"query has {query.shape[1]} heads and key {key.shape[1]}: grouped heads need enable_gqa=True")
-    outputs = Outputs(lse=return_lse or getattr(return_aux, "lse", False), row_max=getattr(return_aux, "max_scores", False))
+    if return_aux is None:
+        outputs = _WITH_LSE if return_lse else OUT_ALONE
+    else:
+        outputs = Outputs(lse=return_aux.lse, row_max=return_aux.max_scores)
     mask, blocks, block_size = mask_parts(block_mask, query, key, name="block_mask")
     extras = Extras(outputs, scale=scale, blocks=blocks, block_size=block_size, lower_right_form=lower_right_form(block_mask))
     score = score_parts(score_mod, None, query, key)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foci import masks, scores
-from foci.block_mask import as_block_mask, block_classes
+from foci.block_mask import block_classes, check_is_block_mask
 from foci.core import Function
 from foci.errors import ArgumentError, DtypeError
 from foci.jagged import count_heads, is_nested, padded_sizes
@@ -181,7 +181,8 @@ def mask_parts(
     if isinstance(mask, Score):
         raise TypeError(f"{name} is a Score: pass it as score=")
     if hasattr(mask, "kv_num_blocks"):
-        block_mask = as_block_mask(mask)
+        block_mask: Any = mask
+        check_is_block_mask(name, block_mask)
         return block_mask.mask_mod, block_classes(block_mask), block_mask.BLOCK_SIZE
     if callable(mask):
         check_is_made(name, mask)

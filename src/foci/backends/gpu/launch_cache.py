@@ -167,7 +167,7 @@ class RepeatablePasses:
         if blocks is None and not self.mask_slots:
             return ()
         read = [t for t in (*(captures[slot] for slot in self.mask_slots), blocks) if t is not None]
-        return None if any(t.is_inference() for t in read) else tuple(map(tensor_state, read))
+        return None if any(map(Tensor.is_inference, read)) else tuple(map(tensor_state, read))
 
 
 def _forward_inputs(tensors: Inputs, optional: OptionalTensors) -> Inputs:
