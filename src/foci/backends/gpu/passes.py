@@ -11,17 +11,7 @@ from torch import Tensor
 
 from foci.backends.contract import Plan
 from foci.backends.gpu.functions import KernelFunctions, build_functions, capture_layouts, environment_numbers, is_half
-from foci.backends.gpu.kernel_args import (
-    CallArgs,
-    Config,
-    Environment,
-    Numbers,
-    Size,
-    Tensors,
-    encode,
-    encode_strides,
-    encode_word,
-)
+from foci.backends.gpu.kernel_args import CallArgs, Config, Environment, Numbers, Size, Tensors, encode, encode_strides, encode_word
 from foci.backends.gpu.launch_builder import LaunchBuilder
 from foci.backends.gpu.launch_cache import source_of_places
 from foci.backends.gpu.schedules import Schedule, fit_schedule, padded_dim, schedule_for, scratch_bytes, vector_bytes
