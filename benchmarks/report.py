@@ -87,7 +87,7 @@ def new_lengths(device: str) -> Iterator[str]:
     yield (
         _where(rows)
         + " Twelve training steps of a Llama with 12 layers, each batch of a length seen first, and the same steps later. A stall is "
-        "what a step takes longer than later. Seconds.\n"
+        "what a step takes longer than later; without attention it is what a new length costs the rest of the model. Seconds.\n"
     )
     columns = ("new_s", "known_s", "stall_s", "first_stall_s", "worst_later_stall_s")
     lines = [[NAMES[r["who"]], r["caches"], *(r[name] for name in columns)] for r in rows]
