@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from kernel_stand_ins import Function, forget_launches, plan_for_a_gpu, replace_hopper_kernels, replace_kernels
+from kernel_stand_ins import Function, forget_launches, is_address, plan_for_a_gpu, replace_hopper_kernels, replace_kernels
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from foci.compat.triton import release
 
-FIRST_ADDRESS = 1 << 32  # smaller numbers are no addresses
 RELEASE = ".".join(map(str, release()))
 # kernels whose results are kept for later calls of the same mask
 TABLE_KERNELS = frozenset(
@@ -101,7 +100,7 @@ def normalize(raw: Sequence[Any], tensors: Sequence[Tensor]) -> list[Launch]:
             return tuple(map(plain, value))
         if isinstance(value, JITFunction):
             return describe_function(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < FIRST_ADDRESS:
+        if not is_address(value):
             return value
         inside = [Place(n, value - t.data_ptr()) for n, t in enumerate(tensors) if 0 <= value - t.data_ptr() < max(_bytes_from(t), 1)]
         return inside[0] if inside else Temporary(value)

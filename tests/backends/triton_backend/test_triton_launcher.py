@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if release() not in TESTED:
     pytest.skip("with this release of Triton launches go through its own launcher", allow_module_level=True)
 
-from kernel_stand_ins import run_backward, run_forward  # noqa: E402
+from kernel_stand_ins import is_address, run_backward, run_forward  # noqa: E402
 from triton import language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
@@ -142,7 +142,7 @@ def without_addresses(launches, tensors):
     def replaced(value):
         if isinstance(value, tuple):
             return tuple(map(replaced, value))
-        if type(value) is int and value > 1 << 32:
+        if is_address(value):
             return numbers.get(value, "elsewhere")
         return value
 
