@@ -84,8 +84,8 @@ def _foci(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def _none(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The values instead of their average: what everything but attention costs."""
-    return v.repeat_interleave(q.shape[-3] // v.shape[-3], -3) if kind != "varlen" else v
+    """The values instead of their average, as many heads as the query has: what everything but attention costs."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def _sdpa(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,10 +4,10 @@
 
 The model is written out below, with random weights: RMSNorm, rotary embeddings, grouped query heads, SwiGLU. Only its attention differs:
 foci, torch's scaled_dot_product_attention, FlexAttention compiled, FlashAttention-4 where it is installed, and none, which is what a new
-length costs the rest of the model. A stall is what a step takes
-longer than the same step later. Before the first step the model takes one step of another length with torch's SDPA, whatever is measured:
-a process's first step loads CUDA's libraries, which is not counted as attention's. From empty caches, and in a second process with what the
-first left on disk. Results go to benchmarks/results, or to the folder OUT.
+length costs the rest of the model. A stall is what a step takes longer than the same step later. Before the first step the model takes one
+step of another length with torch's SDPA, whatever is measured: a process's first step loads CUDA's libraries, which is not counted as
+attention's. From empty caches, and in a second process with what the first left on disk. Results go to benchmarks/results, or to the
+folder OUT.
 """
 
 from __future__ import annotations

@@ -432,13 +432,10 @@ def _may_be_kept(lists: Sequence[Tensor]) -> bool:
         not torch.compiler.is_compiling()
         and count_dispatch_modes() == 0
         and not are_transforms_open()
-        and _PLAIN.issuperset(map(type, lists))
+        and {*map(type, lists)} == {Tensor}
         and not any(map(Tensor.is_inference, lists))
         and not (lists[0].is_cuda and is_capturing())
     )
-
-
-_PLAIN: Final = frozenset({Tensor})
 
 
 def from_classes(

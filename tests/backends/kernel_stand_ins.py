@@ -20,6 +20,7 @@ from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
 from foci.backends.gpu import launch_builder, launch_list, mend_launches, portable_passes, tile_tables
+from foci.backends.gpu.tensor_descriptors import packed_dims
 from foci.backends.triton.kernel import build_kernel
 
 MODULES = {module: LAUNCHED[module] for module in (portable_passes, mend_launches, tile_tables)}
@@ -200,7 +201,7 @@ def first_address():
 
 FIRST_ADDRESS = first_address()
 heap_end = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t)(("sbrk", ctypes.CDLL(None)))
-SIZES_OF_PACKED = (1 << 30, 0x7FFF0000)  # in descriptors
+SIZES_OF_PACKED = packed_dims(0, 0, (0, 0))[0]  # in descriptors
 
 
 def is_address(value):
