@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import builtin
 
 from foci.compat.lookup import find
 
-__all__ = ["HAS_ADD", "CallerContext", "begin_add", "reinterpreted"]
+__all__ = ["HAS_ADD", "CallerContext", "begin_add", "gluon_jit", "reinterpreted"]
+
+gluon_jit = gluon.jit
 
 CallerContext = find(
     "triton.experimental.gluon.language._semantic.GluonCallerContext",

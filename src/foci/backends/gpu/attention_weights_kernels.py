@@ -9,7 +9,6 @@
 Each sum belongs to one program, in the order of its tiles, so results are bitwise repeatable.
 """
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.backward import recompute_weights
@@ -29,18 +28,19 @@ from foci.backends.gpu.tiles import (
     tile_runs,
     tile_start,
 )
+from foci.compat.jit import triton_jit
 
 __all__ = ["weigh_columns", "weigh_rows"]
 
 
-@triton.jit
+@triton_jit
 def tile_run(table, b, h, task, length, c, TILE: tl.constexpr):
     """(row of the table, first tile, tiles) of a task, full and partial tiles alike."""
     tiles = tile_runs(table, b, h, task, length, c, TILE)
     return tiles.row, tiles.part_first if c.MODE == "ranges" else tiles.full_first, tiles.full + tiles.part
 
 
-@triton.jit
+@triton_jit
 def tile_weights(queries, keys, lse, at, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Recompute the weights of a tile; 0 where masked and past the end of queries or keys. `at`: the `Position` of the tile, with q_idx
     [TILE_Q] and kv_idx [TILE_KV]."""
@@ -54,7 +54,7 @@ def tile_weights(queries, keys, lse, at, args, c, both: tl.constexpr, mask: tl.c
     return p
 
 
-@triton.jit
+@triton_jit
 def weigh_columns(q, k, lse, columns, weights, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Column sums and weights of one tile of keys. Shapes are in the legend above."""
     strides, size, spans = args.strides, args.size, args.spans
@@ -86,7 +86,7 @@ def weigh_columns(q, k, lse, columns, weights, args, c, both: tl.constexpr, mask
         tl.store(columns + line * decode(size.columns) + kv_start + kv_idx, sums, mask=kv_idx < kv_len)
 
 
-@triton.jit
+@triton_jit
 def weigh_rows(q, k, lse, flowing, args, c, both: tl.constexpr, mask: tl.constexpr):
     """flowing [B, Hq, Sq] = sum_j p g of one tile of queries, g the gradient of the weights: their contribution to delta."""
     strides, size, spans = args.strides, args.size, args.spans

@@ -15,7 +15,6 @@ With dp = do v^T, the gradient of a score is p * (dp - delta), delta = sum_j p d
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.dweights import with_flow
@@ -46,6 +45,7 @@ from foci.backends.gpu.tiles import (
     tile_runs,
     tile_start,
 )
+from foci.compat.jit import triton_jit
 
 
 class RowInputs(NamedTuple):
@@ -132,7 +132,7 @@ class QueryStream(NamedTuple):
     DV: Any
 
 
-@triton.jit
+@triton_jit
 def recompute_weights(
     qk, lse2, position, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CUT: tl.constexpr
 ):
@@ -165,7 +165,7 @@ def recompute_weights(
     return p, slope
 
 
-@triton.jit
+@triton_jit
 def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr, EXACT: tl.constexpr):
     """ds = p * dp * slope, dp already without delta. CLEAN: a masked position may have an infinite slope. EXACT: or a dp that is NaN."""
     ds = p * dp
@@ -176,7 +176,7 @@ def score_gradient(p, dp, slope, c, CLEAN: tl.constexpr, EXACT: tl.constexpr):
     return ds
 
 
-@triton.jit
+@triton_jit
 def accumulate_dq(
     dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr
 ):
@@ -211,7 +211,7 @@ def accumulate_dq(
     return dq
 
 
-@triton.jit
+@triton_jit
 def attention_query_gradient(q, k, v, inputs, dq, flags, args, c, both: tl.constexpr, mask: tl.constexpr):
     """dq of one tile of queries; also stores its lse2 and delta, which the kernel of dk and dv reads. `inputs`: `RowInputs`.
     `flags`: see `excluded_products.report_nan`."""
@@ -267,7 +267,7 @@ def attention_query_gradient(q, k, v, inputs, dq, flags, args, c, both: tl.const
     report_nan(flags, acc)
 
 
-@triton.jit
+@triton_jit
 def store_dq(acc, dq, queries, first, rows, q_start, args, c):
     """Scale and store `rows` of dq, which begin at row `first`."""
     sign = -1.0 if c.NEGATIVE else 1.0
@@ -277,7 +277,7 @@ def store_dq(acc, dq, queries, first, rows, q_start, args, c):
     tl.store(pointer + store, (acc * (args.numbers.scale * sign)).to(dq.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton_jit
 def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
     """a b^T - delta, with -delta as the initial accumulator, so that it takes no registers later. With dropout a b^T alone."""
     if c.DROPOUT:
@@ -287,7 +287,7 @@ def value_product(a, b, row_delta, AXIS: tl.constexpr, c):
         return tl.dot(a, tl.trans(b), seed, input_precision=c.PRECISION)
 
 
-@triton.jit
+@triton_jit
 def key_product(queries, k, kv_slope, c):
     """Products of a tile of queries and one of keys, as rows of queries if TURNED, else as rows of keys. An affine score function,
     relative to the first key, is the initial accumulator."""
@@ -306,7 +306,7 @@ def key_product(queries, k, kv_slope, c):
         return tl.dot(k, tl.trans(queries), input_precision=c.PRECISION)
 
 
-@triton.jit
+@triton_jit
 def transpose_scores(x, c):
     """Transpose a tile [queries, keys] to the layout of this kernel: see `Config.TURNED`."""
     if c.TURNED:
@@ -315,7 +315,7 @@ def transpose_scores(x, c):
         return tl.trans(x)
 
 
-@triton.jit
+@triton_jit
 def accumulate_dk_dv(
     grads, stream, keys, run, args, c, both: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr
 ):
@@ -377,7 +377,7 @@ def accumulate_dk_dv(
     return dk, dv
 
 
-@triton.jit
+@triton_jit
 def attention_key_gradient(q, k, v, do, stats, grads, flags, args, c, both: tl.constexpr, mask: tl.constexpr):
     """dk and dv of one tile of keys, summed over the query heads that share it. `stats`: `RowStats`. `grads`: `KeyGradients`.
     `flags`: see `excluded_products.report_nan`; dv holds a NaN only where dk does."""
@@ -405,7 +405,7 @@ def attention_key_gradient(q, k, v, do, stats, grads, flags, args, c, both: tl.c
     report_nan(flags, dk_acc if DK else dv_acc)
 
 
-@triton.jit
+@triton_jit
 def sum_key_gradients(kv, stream, place, first, args, c, both: tl.constexpr, mask: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr):
     """(dk, dv) of KEYS keys from key `first` on, summed over the query heads that share them. `kv`: `KeysValues`. `stream`: `QueryStream`.
     `place`: `KeyPlace`. EXACT: what excluded positions hold reaches nothing."""
@@ -462,7 +462,7 @@ def sum_key_gradients(kv, stream, place, first, args, c, both: tl.constexpr, mas
     return dk_acc, dv_acc
 
 
-@triton.jit
+@triton_jit
 def store_key_gradients(sums, grads, place, first, args, c, KEYS: tl.constexpr):
     """Scale and store `sums`, (dk, dv) of KEYS keys from key `first` on. `grads`: `KeyGradients`. `place`: `KeyPlace`."""
     strides = args.strides

@@ -13,7 +13,6 @@ float32 and always in the same order.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.backward import recompute_weights, score_gradient
@@ -31,6 +30,7 @@ from foci.backends.gpu.tiles import (
     rows_pointer,
     tile_offsets,
 )
+from foci.compat.jit import triton_jit
 
 __all__ = ["BiasGradArgs", "BiasLoops", "BiasOutputs", "attention_bias_gradient"]
 
@@ -90,7 +90,7 @@ class KeyRun(NamedTuple):
     sums: Any  # partial sums of tile `low`, in memory, or None
 
 
-@triton.jit
+@triton_jit
 def flatten_tile(x, c):
     """Flatten a tile in the order of registers: in an mma product a thread has pairs of columns, in rows eight apart. So memory accesses
     coalesce."""
@@ -98,14 +98,14 @@ def flatten_tile(x, c):
     return tl.reshape(tl.permute(parts, [3, 0, 2, 4, 1, 5]), [c.TILE_Q * c.TILE_KV])
 
 
-@triton.jit
+@triton_jit
 def unflatten_tile(x, c):
     """Inverse of `flatten_tile`."""
     parts = tl.reshape(x, [c.TILE_KV // 8, c.TILE_Q // 16, 8, 4, 2, 2])
     return tl.reshape(tl.permute(parts, [1, 4, 2, 0, 3, 5]), [c.TILE_Q, c.TILE_KV])
 
 
-@triton.jit
+@triton_jit
 def accumulate_bias_gradient(
     dq, kv, queries, run, args, c, both: tl.constexpr, mask: tl.constexpr, CONTIGUOUS: tl.constexpr, EDGE: tl.constexpr
 ):
@@ -159,7 +159,7 @@ def accumulate_bias_gradient(
     return dq
 
 
-@triton.jit
+@triton_jit
 def attention_bias_gradient(q, k, v, inputs, outputs, args, c, both: tl.constexpr, mask: tl.constexpr, CONTIGUOUS: tl.constexpr):
     """dq of one tile of queries of each batch entry that the gradient is summed over, those rows of the gradient, and their lse2 and delta.
 

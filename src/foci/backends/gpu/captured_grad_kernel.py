@@ -13,7 +13,6 @@ over the row's entries. Tiles are recomputed: nothing of size Sq x Skv is stored
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.backward import recompute_weights, value_product
@@ -21,6 +20,7 @@ from foci.backends.gpu.dweights import with_flow
 from foci.backends.gpu.row_stats import load_row_stats
 from foci.backends.gpu.tile_table_kernels import EMPTY, FULL, PARTIAL
 from foci.backends.gpu.tiles import FORCED, HeadRows, Position, decode, keep_tile, load_streamed_tile, sequence
+from foci.compat.jit import triton_jit
 
 
 class BlockShape(NamedTuple):
@@ -105,7 +105,7 @@ class ScoreTile(NamedTuple):
     kv_idx: Any
 
 
-@triton.jit
+@triton_jit
 def dscore(streams, at, args, c, mask: tl.constexpr, score: tl.constexpr, EDGE: tl.constexpr):
     """Compute the `ScoreTile` at a `TilePlace`. `streams`: `Streams`."""
     b, h, memory_b, q_first = at.b, at.h, at.memory_b, at.q_first
@@ -144,7 +144,7 @@ def dscore(streams, at, args, c, mask: tl.constexpr, score: tl.constexpr, EDGE: 
     return ScoreTile(tl.where(p != 0.0, p * dp, 0.0), qk * args.numbers.scale, inner_q, inner_kv)
 
 
-@triton.jit
+@triton_jit
 def contribution(tile, at, entry, env, part: tl.constexpr):
     """(contribution of each position, its offset in the gradient). `tile`: `ScoreTile`. entry: index into the row that a reduction
     reads."""
@@ -152,7 +152,7 @@ def contribution(tile, at, entry, env, part: tl.constexpr):
     return tl.where(tile.g != 0.0, tile.g * weight, 0.0), offset
 
 
-@triton.jit
+@triton_jit
 def accumulate_contribution(acc, tile, at, sums_at, args, part: tl.constexpr, gather):
     """Add one tile's contributions: to `acc`, or with ENTRIES to the program's own sums in memory, at `out + sums_at`."""
     if not gather.ENTRIES:
@@ -174,7 +174,7 @@ def accumulate_contribution(acc, tile, at, sums_at, args, part: tl.constexpr, ga
         return acc
 
 
-@triton.jit
+@triton_jit
 def reduce_contribution(acc, g, HOW: tl.constexpr):
     """Add a tile's contributions to `acc`, reduced as HOW says."""
     if HOW == "tile":
@@ -187,7 +187,7 @@ def reduce_contribution(acc, g, HOW: tl.constexpr):
         return tl.maximum(acc, tl.max(tl.abs(g), 1))
 
 
-@triton.jit
+@triton_jit
 def scatter_contribution(out, part_value, limit):
     """Add each contribution atomically, as an integer multiple of a unit, so that the order does not matter."""
     g, offset = part_value
@@ -195,7 +195,7 @@ def scatter_contribution(out, part_value, limit):
     tl.atomic_add(out + (g * 0.0).to(tl.int64) + offset, (g.to(tl.float64) * units).to(tl.int64), mask=g != 0.0, sem="relaxed")
 
 
-@triton.jit
+@triton_jit
 def tile_class(args, b, h, q_tile, kv_tile):
     """Class of a tile by the caller's block mask; PARTIAL without one."""
     tile_kind = q_tile * 0 + PARTIAL
@@ -207,7 +207,7 @@ def tile_class(args, b, h, q_tile, kv_tile):
     return tile_kind
 
 
-@triton.jit
+@triton_jit
 def capture_gradient(q, k, v, do, args, c, part: tl.constexpr, mask: tl.constexpr, score: tl.constexpr, gather):
     """Gradient of one read of a captured tensor. `gather`: `Gather`.
 
@@ -273,7 +273,7 @@ def capture_gradient(q, k, v, do, args, c, part: tl.constexpr, mask: tl.constexp
         tl.store(args.out + sums_at, acc)
 
 
-@triton.jit
+@triton_jit
 def store_tile(acc, base, out_strides, q_tile, kv_tile, row_limit, column_limit, c, CONTIGUOUS: tl.constexpr):
     """Store a tile of a gradient that is indexed by q and kv."""
     rows = q_tile * c.TILE_Q + tl.arange(0, c.TILE_Q)

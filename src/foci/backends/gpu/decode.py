@@ -13,7 +13,6 @@ Dao et al., "Flash-Decoding for long-context inference" (2023).
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.excluded_products import ROWS, exact_product, has_nan, is_finite
@@ -35,6 +34,7 @@ from foci.backends.gpu.tiles import (
     tile_runs,
     tile_start,
 )
+from foci.compat.jit import triton_jit
 
 
 class Pages(NamedTuple):
@@ -99,7 +99,7 @@ class QueryTile(NamedTuple):
     factor: Any  # from scores to exponents in base 2
 
 
-@triton.jit
+@triton_jit
 def key_tile(source, strides, pages, head, first, c, EDGE: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """Load TILE_KV rows of keys or values from row `first` on; 0 past the end of `head`, a `HeadRows`. Without EDGE no row is past it."""
     if pages is None:
@@ -113,7 +113,7 @@ def key_tile(source, strides, pages, head, first, c, EDGE: tl.constexpr, DIM: tl
             return scattered_tile(source, strides, row, head.h, first, head.length, pages, c, DIM, COLS)
 
 
-@triton.jit
+@triton_jit
 def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS: tl.constexpr):
     """Load a tile that is inside one page."""
     if c.DESCRIPTORS:
@@ -124,7 +124,7 @@ def page_tile(source, strides, page, h, first, limit, c, DIM: tl.constexpr, COLS
         return load_tile(pointer, tile_offsets(strides, c, c.TILE_KV, COLS), limit, True, c.TILE_KV, DIM, COLS)
 
 
-@triton.jit
+@triton_jit
 def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.constexpr, COLS: tl.constexpr):
     """Load a tile that crosses pages: each row is looked up. `row` points to the page table's row."""
     n = first + tl.arange(0, c.TILE_KV)
@@ -136,7 +136,7 @@ def scattered_tile(source, strides, row, h, first, length, pages, c, DIM: tl.con
     return tl.load(pointer, mask=(n < length)[:, None] & (d < DIM), other=0.0)
 
 
-@triton.jit
+@triton_jit
 def accumulate_split(
     state,
     cache,
@@ -186,7 +186,7 @@ def accumulate_split(
     return acc, l_i, m_i
 
 
-@triton.jit
+@triton_jit
 def attend_to_split(
     cache, queries, full_run, run, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, EXACT: tl.constexpr
 ):
@@ -201,7 +201,7 @@ def attend_to_split(
     return accumulate_split(state, cache, queries, run, args, c, score, mask, c.MODE != "all", True, EXACT)
 
 
-@triton.jit
+@triton_jit
 def load_group_rows(q, place, first, args, c, ROWS: tl.constexpr):
     """`QueryTile` of ROWS rows of a `SplitPlace` from its row `first` on."""
     strides, size, b, kv_h = args.strides, args.size, place.b, place.kv_h
@@ -224,7 +224,7 @@ def load_group_rows(q, place, first, args, c, ROWS: tl.constexpr):
     return QueryTile(q_tile, b, h, kv_h, q_idx, q_len, place.kv_len, factor)
 
 
-@triton.jit
+@triton_jit
 def store_partials(state, partials, first, c):
     """Store `state` = (acc, l_i, m_i) from slot `first` on."""
     acc, l_i, m_i = state
@@ -234,7 +234,7 @@ def store_partials(state, partials, first, c):
     tl.store(partials.total + slots, l_i)
 
 
-@triton.jit
+@triton_jit
 def find_split(args, c, APART: tl.constexpr, pages):
     """`SplitPlace` of this program. Tiles of rows of one split, which read the same keys, run together."""
     size = args.size
@@ -265,7 +265,7 @@ def find_split(args, c, APART: tl.constexpr, pages):
     return SplitPlace(b, kv_h, pid % decode(size.tasks) * c.TILE_Q, kv_len, full_run, run, pid.to(tl.int64) * c.TILE_Q)
 
 
-@triton.jit
+@triton_jit
 def attention_decode(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, pages=None):
     """Unnormalised attention of one tile of rows of a group over one split of the keys. Shapes are in the legend above.
 
@@ -281,7 +281,7 @@ def attention_decode(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.c
     store_partials((acc, l_i, m_i), partials, place.slot, c)
 
 
-@triton.jit
+@triton_jit
 def store_exact_partials(q, cache, partials, place, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr):
     """Compute the results of a program of `attention_decode` once more, where excluded positions reach nothing. `cache`: `KVCache`."""
     for first in range(0, c.TILE_Q, ROWS):
@@ -290,7 +290,7 @@ def store_exact_partials(q, cache, partials, place, args, c, score: tl.constexpr
         store_partials(state, partials, place.slot + first, c)
 
 
-@triton.jit
+@triton_jit
 def mend_splits(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.constexpr, APART: tl.constexpr, pages=None):
     """Compute results of `attention_decode` that hold a NaN once more, launched as it is: as `mend.mend_rows` does for the forward, by the
     first row of each tile."""
@@ -301,7 +301,7 @@ def mend_splits(q, k, v, partials, args, c, score: tl.constexpr, mask: tl.conste
         store_exact_partials(q, KVCache(k, v, pages), partials, place, args, c, score, mask, APART)
 
 
-@triton.jit
+@triton_jit
 def combine_splits(partials, out, lse, row_max, args, c, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Combine COLUMNS columns of one row's splits, in order: rescale each to the common row max, add, normalize."""
     strides, size, numbers = args.strides, args.size, args.numbers

@@ -4,15 +4,15 @@
 With g the sum of both, the gradient of a score gains p * (g - sum_j p g): g is added to dp before delta is subtracted.
 """
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.tiles import decode
+from foci.compat.jit import triton_jit
 
 __all__ = ["with_flow"]
 
 
-@triton.jit
+@triton_jit
 def with_flow(dp, numbers, b, h, memory_b, q_idx, kv_idx, q_len, kv_len):
     """Add to dp of a tile the gradients of its weights, see `kernel_args.Numbers`."""
     if (numbers.flow_columns is not None) or (numbers.flow_weights is not None):

@@ -17,7 +17,6 @@ entirely skip all mask work.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.excluded_products import exact_product
@@ -46,6 +45,7 @@ from foci.backends.gpu.tiles import (
     tile_runs,
     tile_start,
 )
+from foci.compat.jit import triton_jit
 
 HUGE = tl.constexpr(float(1 << 30))
 """Scores in base 2 from which on the rounding error of a product with LOG2E exceeds what an exponent may be off by. There a power of two
@@ -78,7 +78,7 @@ class RowOutputs(NamedTuple):
     row_max: Any  # or None
 
 
-@triton.jit
+@triton_jit
 def tile_scores(qk, position, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr):
     """Apply score function and mask to a tile of products. Without a score function the result lacks the factor `scale`."""
     b, h, q_idx, q_len, kv_len = position.b, position.h, position.q_idx, position.q_len, position.kv_len
@@ -101,7 +101,7 @@ def tile_scores(qk, position, args, c, score: tl.constexpr, mask: tl.constexpr, 
     return x
 
 
-@triton.jit
+@triton_jit
 def accumulate_tiles(
     state, kv, queries, run, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, EXACT: tl.constexpr
 ):
@@ -146,7 +146,7 @@ def accumulate_tiles(
     return acc, l_i, m_i, m_base2
 
 
-@triton.jit
+@triton_jit
 def score_factors(args, c):
     """(factor, round factor) of a `QueryTile`."""
     factor = LOG2E
@@ -157,7 +157,7 @@ def score_factors(args, c):
     return factor, round_factor
 
 
-@triton.jit
+@triton_jit
 def attention_forward(q, k, v, out, lse, row_max, args, c, score: tl.constexpr, mask: tl.constexpr):
     """Attention of one tile of queries. Shapes are in the legend above; `args`: `CallArgs`."""
     strides, size, spans, table = args.strides, args.size, args.spans, args.table
@@ -213,7 +213,7 @@ def attention_forward(q, k, v, out, lse, row_max, args, c, score: tl.constexpr, 
     store_rows(state, RowOutputs(out, lse, row_max), queries, rows, q_start, row_bias, args, c)
 
 
-@triton.jit
+@triton_jit
 def store_out(acc, l_i, out, queries, rows, q_start, args, c):
     """Normalize and store rows of the result; a row without keys gets 0."""
     inv_sum = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
@@ -226,7 +226,7 @@ def store_out(acc, l_i, out, queries, rows, q_start, args, c):
     tl.store(pointer + offsets, acc.to(out.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, c.DV_PAD)[None, :] < c.DV))
 
 
-@triton.jit
+@triton_jit
 def store_rows(state, outputs, queries, rows, q_start, row_bias, args, c):
     """Normalize and store a tile: out, natural lse and row max, both with `row_bias` added back. A row without keys gets 0 and -inf.
     `outputs`: `RowOutputs`."""

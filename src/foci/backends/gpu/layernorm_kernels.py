@@ -7,8 +7,9 @@ rows take two steps: each program stores its own in float32, and `finish_sums` a
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+from foci.compat.jit import triton_jit
 
 __all__ = ["ColumnConfig", "GradientConfig", "NormConfig", "column_sums", "finish_sums", "norm_gradient", "norm_sum"]
 
@@ -46,7 +47,7 @@ class ColumnConfig(NamedTuple):
     KIND: Any
 
 
-@triton.jit(do_not_specialize=["rows", "which", "eps"])
+@triton_jit(do_not_specialize=["rows", "which", "eps"])
 def norm_sum(x, y, scale, shift, out, stats, rows, which, eps, c):
     """out = layer_norm(x + y) with ADDS, else layer_norm(x). KEEPS: also store the sum to x. `out` may be x. `c`: `NormConfig`.
 
@@ -78,7 +79,7 @@ def norm_sum(x, y, scale, shift, out, stats, rows, which, eps, c):
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "which", "line", "first"])
+@triton_jit(do_not_specialize=["rows", "which", "line", "first"])
 def norm_gradient(dy, x, scale, stats, added, dx, sums, rows, which, line, first, c):
     """dx of a layer norm of x, rounded. ADDS: add `added` and round the sum. dx may be dy. `c`: `GradientConfig`.
 
@@ -125,7 +126,7 @@ def norm_gradient(dy, x, scale, stats, added, dx, sums, rows, which, line, first
             tl.store(pointer + 2 * slot, tl.sum(of_dx, 0), mask=column < c.WIDTH)
 
 
-@triton.jit(do_not_specialize=["start_at", "rows", "units", "blocks", "line", "first"])
+@triton_jit(do_not_specialize=["start_at", "rows", "units", "blocks", "line", "first"])
 def column_sums(dy, before, sums, start_at, rows, units, blocks, line, first, c):
     """Sum the columns of dy [rows, units * UNIT]. `c`: `ColumnConfig`. KIND: first replace dy by its gradient before an activation: 1 is
     relu, whose result is `before`; 2 is gelu, whose argument is `before`.
@@ -158,7 +159,7 @@ def column_sums(dy, before, sums, start_at, rows, units, blocks, line, first, c)
     tl.store(pointer, tl.sum(total, 0), mask=column < width)
 
 
-@triton.jit(do_not_specialize=["one", "one_rows", "start_at", "other", "other_rows"])
+@triton_jit(do_not_specialize=["one", "one_rows", "start_at", "other", "other_rows"])
 def finish_sums(sums, out, one, one_rows, start_at, other, other_rows, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """out [(one + other) slots] = column sums of two arrays: [one_rows, one slots], and [other_rows, other slots] from slot `start_at`
     on."""

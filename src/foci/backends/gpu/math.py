@@ -4,10 +4,12 @@
 import triton
 import triton.language as tl
 
+from foci.compat.jit import triton_jit
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-@triton.jit
+@triton_jit
 def floor_divide(a, b):
     """Integer division toward minus infinity; Triton's rounds toward zero."""
     quotient = a // b
@@ -15,20 +17,20 @@ def floor_divide(a, b):
     return quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(tl.int32)
 
 
-@triton.jit
+@triton_jit
 def floor_modulo(a, b):
     """Remainder with the sign of the divisor."""
     rest = a % b
     return rest + tl.where((rest != 0) & ((rest < 0) != (b < 0)), b, 0)
 
 
-@triton.jit
+@triton_jit
 def wrap(index, size):
     """Convert a torch index to an offset: negative indices count from the end; out-of-range ones are clamped."""
     return tl.minimum(tl.maximum(tl.where(index < 0, index + size, index), 0), size - 1)
 
 
-@triton.jit
+@triton_jit
 def tanh(x):
     """Accurate to float32 rounding: a series near zero, exponentials elsewhere."""
     t = tl.exp2(-2.8853900817779268 * tl.abs(x))
@@ -38,7 +40,7 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, x * near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@triton_jit
 def tanh_half(x):
     """Accurate to half-precision rounding: one instruction, relative error 2^-11."""
     if INTERPRETED:
@@ -47,7 +49,7 @@ def tanh_half(x):
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
+@triton_jit
 def atan(x):
     """Minimax polynomial on [0, 1] (Abramowitz and Stegun 4.4.49), error 2e-8."""
     a = tl.abs(x)

@@ -9,7 +9,6 @@ the previous kernel ends.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
@@ -29,6 +28,7 @@ from foci.backends.gpu.tiles import (
     tile_offsets,
     tile_runs,
 )
+from foci.compat.jit import triton_jit
 
 __all__ = ["TILE", "TILES_AT_ONCE", "NanFlags", "mend_gradients", "mend_rows"]
 
@@ -40,19 +40,19 @@ TILES_AT_ONCE = tl.constexpr(16)
 """Tiles whose first rows a program of `mend_rows` looks at together."""
 
 
-@triton.jit
+@triton_jit
 def wait_for_previous_kernel(DEPENDENT: tl.constexpr):
     """Wait until the previous kernel on the stream has ended and its writes are visible."""
     if DEPENDENT:
         gdc_wait()
 
 
-@triton.jit
+@triton_jit
 def count_tasks(size):
     return decode(size.batch) * decode(size.heads) * decode(size.tasks)
 
 
-@triton.jit
+@triton_jit
 def store_exact_rows(q, kv, outputs, queries, run, q_start, args, c, score: tl.constexpr, mask: tl.constexpr, MASKED: tl.constexpr):
     """Compute rows of a tile that hold a NaN once more, with `exact_product`, and store them over the first ones. `outputs`: `RowOutputs`.
     `run`: all tiles of the task."""
@@ -79,7 +79,7 @@ def store_exact_rows(q, kv, outputs, queries, run, q_start, args, c, score: tl.c
             store_out(state[0], state[1], outputs.out, part, rows, q_start, args, c)
 
 
-@triton.jit
+@triton_jit
 def mend_task(q, kv, outputs, place, args, c, score: tl.constexpr, mask: tl.constexpr):
     """Compute rows of a tile of results that hold a NaN once more. `outputs`: `RowOutputs`. `place`: `Place`."""
     b, h = place.b, place.h
@@ -94,7 +94,7 @@ def mend_task(q, kv, outputs, place, args, c, score: tl.constexpr, mask: tl.cons
     store_exact_rows(q, kv, outputs, queries, run, q_start, args, c, score, mask, c.MODE != "all")
 
 
-@triton.jit
+@triton_jit
 def mend_rows(q, k, v, outputs, args, c, score: tl.constexpr, mask: tl.constexpr, DEPENDENT: tl.constexpr):
     """Compute rows of results that hold a NaN once more. `outputs`: `RowOutputs`. `args`: `CallArgs`, whose tasks are c.TILE_Q rows."""
     PARTS: tl.constexpr = max(c.TILE_Q // TILE, 1)
@@ -118,7 +118,7 @@ def mend_rows(q, k, v, outputs, args, c, score: tl.constexpr, mask: tl.constexpr
                     mend_task(q, KeysValues(k, v), outputs, place, args, c, score, mask)
 
 
-@triton.jit
+@triton_jit
 def store_exact_dq(q, kv, inputs, dq, queries, run, q_start, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Compute rows of a tile that hold a NaN once more, where excluded positions reach nothing, and store them over the first ones.
     `inputs`: `RowInputs`. `run`: all tiles of the task."""
@@ -146,14 +146,14 @@ def store_exact_dq(q, kv, inputs, dq, queries, run, q_start, args, c, both: tl.c
             store_dq(acc, dq, part, first, rows, q_start, args, c)
 
 
-@triton.jit
+@triton_jit
 def is_free_of_nan(row_lse, row_delta):
     """Whether a row attends to no NaN: if it does, a NaN is in its statistics. A row without keys has row_lse = inf, and attends to
     nothing."""
     return (row_lse == row_lse) & ((row_delta == row_delta) | (row_lse == float("inf")))
 
 
-@triton.jit
+@triton_jit
 def mend_dq(q, kv, inputs, dq, place, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Compute rows of a tile of dq that hold a NaN once more. `inputs`: `RowInputs`. `place`: `Place`."""
     b, h = place.b, place.h
@@ -167,7 +167,7 @@ def mend_dq(q, kv, inputs, dq, place, args, c, both: tl.constexpr, mask: tl.cons
     store_exact_dq(q, kv, inputs, dq, queries, run, q_start, args, c, both, mask)
 
 
-@triton.jit
+@triton_jit
 def store_exact_key_gradients(kv, stream, grads, place, first, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Compute dk and dv that hold a NaN, of the tile of keys from key `first` on, once more, where excluded positions reach nothing, and
     store them over the first ones. Arguments are those of `sum_key_gradients` and `store_key_gradients`."""
@@ -188,7 +188,7 @@ def store_exact_key_gradients(kv, stream, grads, place, first, args, c, both: tl
             store_key_gradients(sums, grads, place, part, args, c, ROWS)
 
 
-@triton.jit
+@triton_jit
 def mend_dk_dv(q, kv, inputs, grads, place, args, c, both: tl.constexpr, mask: tl.constexpr):
     """Compute rows of a tile of dk and dv that hold a NaN once more. `inputs`: `RowInputs`. `grads`: `KeyGradients`. `place`: `Place`."""
     q_start, q_len, kv_start, kv_len = sequence_at(args.spans, args.size, place.b, place.task, c)
@@ -206,7 +206,7 @@ class NanFlags(NamedTuple):
     count: Any  # encoded
 
 
-@triton.jit
+@triton_jit
 def any_flag(kernels):
     """Whether a flag is set. `kernels`: `NanFlags` of each."""
     found = 0
@@ -218,7 +218,7 @@ def any_flag(kernels):
     return found > 0
 
 
-@triton.jit
+@triton_jit
 def mend_gradients(
     q, k, v, inputs, dq, grads, found, by_query, by_key, c_query, c_key, both: tl.constexpr, mask: tl.constexpr, DEPENDENT: tl.constexpr
 ):

@@ -2,15 +2,15 @@
 """Row statistics of the backward: lse2, the logsumexp in base 2, and delta = sum(out * do) - dlse. The letters are those of
 `foci.backends.gpu.backward`."""
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.tiles import LOG2E, decode, load_tile, rows_pointer, tile_offsets
+from foci.compat.jit import triton_jit
 
 __all__ = ["load_row_stats", "prepare_row_stats", "prepare_rows"]
 
 
-@triton.jit
+@triton_jit
 def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
     """Compute (lse in base 2, delta) of a tile of rows and store them to `lse2` and `delta`. Rows without keys get lse2 = inf, so that
     their weights are 0."""
@@ -27,7 +27,7 @@ def prepare_row_stats(o, do, lse, dlse, lse2, delta, at, inside):
     return base2, d
 
 
-@triton.jit
+@triton_jit
 def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
     """`prepare_row_stats` as a kernel, for a backward without dq."""
     tiles = tl.cdiv(decode(size.rows), c.TILE_Q)
@@ -44,7 +44,7 @@ def prepare_rows(out, dout, lse, dlse, lse2, delta, strides, size, c):
     prepare_row_stats(o, do, lse, dlse, lse2, delta, at, tl.arange(0, c.TILE_Q) < limit)
 
 
-@triton.jit
+@triton_jit
 def load_row_stats(lse2, delta, at, rows, q_len, c, EDGE: tl.constexpr):
     """Load (lse2, delta) of a tile of rows; inf and 0 past the end. Row 0 is at offset `at`."""
     if c.TILE_Q <= 64:

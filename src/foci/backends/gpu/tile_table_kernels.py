@@ -8,10 +8,10 @@ from p0 to p1 are visited, of which f0 to f1 are full.
 
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.tiles import FORCED, RECORD, TICKETS, decode, read_task_record, sequence_at
+from foci.compat.jit import triton_jit
 
 EMPTY = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
@@ -53,7 +53,7 @@ class ClassGrid(NamedTuple):
     columns: int
 
 
-@triton.jit
+@triton_jit
 def classify_tiles(classes, block_classes, size, spans, env, grid, c, mask: tl.constexpr, KEYS: tl.constexpr):
     """Classify each tile by evaluating the mask. Where `block_classes` of larger blocks are given, only their PARTIAL ones are evaluated.
 
@@ -101,7 +101,7 @@ def classify_tiles(classes, block_classes, size, spans, env, grid, c, mask: tl.c
     tl.store(classes + pid, tile_class.to(tl.int8))
 
 
-@triton.jit
+@triton_jit
 def reduce_classes(row, at, width, lines, grid):
     """(whether any class within tiles `at` of a task is not EMPTY, whether all are FULL); both false past the last tile. `grid`:
     `ClassGrid`."""
@@ -117,7 +117,7 @@ def reduce_classes(row, at, width, lines, grid):
     return any_kept, all_full
 
 
-@triton.jit
+@triton_jit
 def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.constexpr):
     """Build the list or range of each task from classes. A tile that overhangs the streamed side is never full.
 
@@ -182,7 +182,7 @@ def list_tiles(classes, counts, lists, size, spans, shape, grid, c, CHUNK: tl.co
         tl.store(counts + pid * 4 + 1, parts - full)
 
 
-@triton.jit
+@triton_jit
 def place_sequences(ends, given_lengths, starts, lengths, sequences, BLOCK: tl.constexpr):
     """Starts and lengths of packed sequences, int32, from cumulative lengths `ends`; lengths from `given_lengths` unless None."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -197,14 +197,14 @@ def place_sequences(ends, given_lengths, starts, lengths, sequences, BLOCK: tl.c
     tl.store(lengths + i, length, mask=inside)
 
 
-@triton.jit
+@triton_jit
 def count_before(counts, works, work, is_earlier):
     """Number of tasks before each of `work`: those of more work, or of as much and earlier. `counts` tasks have each of `works`."""
     ahead = (works[None, :] > work[:, None]) | ((works[None, :] == work[:, None]) & is_earlier)
     return tl.sum(tl.where(ahead, counts[None, :], 0), 1)
 
 
-@triton.jit
+@triton_jit
 def count_work(lengths, stream_lengths, TILE: tl.constexpr, OTHER: tl.constexpr):
     """(full-height tiles of each sequence, work of one, shorter tiles: 0 or 1, its work). A tile takes as much work as its blocks of 64
     rows, plus one, for each OTHER of `stream_lengths`. OTHER = 0: all tiles count as full-height, and work is the length."""
@@ -218,7 +218,7 @@ def count_work(lengths, stream_lengths, TILE: tl.constexpr, OTHER: tl.constexpr)
         return count - short, steps * (1 + TILE // 64), short, steps * (1 + parts)
 
 
-@triton.jit
+@triton_jit
 def assign_tasks(
     tasks, lengths, stream_lengths, places, sequences, total,
     TILE: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,

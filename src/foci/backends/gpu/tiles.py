@@ -7,8 +7,9 @@ and score functions see, "memory_b" the batch entry in memory, 0 for packed sequ
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+from foci.compat.jit import triton_jit
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -93,13 +94,13 @@ class TileRun(NamedTuple):
     high: Any
 
 
-@triton.jit
+@triton_jit
 def decode(x):
     """Inverse of `kernel_args.encode`."""
     return x >> 2
 
 
-@triton.jit
+@triton_jit
 def nth_head_task(n, heads, tasks, TOGETHER: tl.constexpr):
     """(head, task) of the n-th program. Heads come in groups of TOGETHER, whose tasks alternate, so that their keys stay in L2."""
     group = n // (TOGETHER * tasks)
@@ -109,7 +110,7 @@ def nth_head_task(n, heads, tasks, TOGETHER: tl.constexpr):
     return group * TOGETHER + within - task * members, task
 
 
-@triton.jit
+@triton_jit
 def nth_place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
     """(batch entry, head, task) of the n-th program, see `nth_head_task`. LONGEST_FIRST: last tiles first, the longest under a causal
     mask."""
@@ -122,7 +123,7 @@ def nth_place(n, size, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
     return b, h, task
 
 
-@triton.jit
+@triton_jit
 def nth_packed_place(n, size, spans, TOGETHER: tl.constexpr):
     """(head, task) of the n-th program of a packed call. With `spans.together` all heads alternate, because whole rows of tokens load
     faster than parts of many rows; else groups of TOGETHER."""
@@ -135,25 +136,25 @@ def nth_packed_place(n, size, spans, TOGETHER: tl.constexpr):
     return h, task
 
 
-@triton.jit
+@triton_jit
 def find_task(size, spans, c, LONGEST_FIRST: tl.constexpr):
     """`find_nth_task` of this program."""
     return find_nth_task(tl.program_id(0), size, spans, c, LONGEST_FIRST)
 
 
-@triton.jit
+@triton_jit
 def find_for_gradient(size, spans, c, LONGEST_FIRST: tl.constexpr):
     """`find_task` for the backward: it streams twice as much, so L2 holds fewer heads."""
     return find_task_among(tl.program_id(0), size, spans, c, LONGEST_FIRST, GRADIENT_GROUP)
 
 
-@triton.jit
+@triton_jit
 def find_nth_task(n, size, spans, c, LONGEST_FIRST: tl.constexpr):
     """`Place` of the n-th program."""
     return find_task_among(n, size, spans, c, LONGEST_FIRST, HEAD_GROUP)
 
 
-@triton.jit
+@triton_jit
 def read_task_record(spans, b, task, c):
     """(batch entry, tile) of a task: from its record if packed, with b < 0 for a spare one; else (b, task)."""
     if c.JAGGED:
@@ -162,7 +163,7 @@ def read_task_record(spans, b, task, c):
         return b, task
 
 
-@triton.jit
+@triton_jit
 def find_task_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl.constexpr):
     """`find_nth_task` with TOGETHER heads alternating. Packed tasks are sorted already."""
     if c.JAGGED:
@@ -174,20 +175,20 @@ def find_task_among(n, size, spans, c, LONGEST_FIRST: tl.constexpr, TOGETHER: tl
         return Place(b, b, h, task, task)
 
 
-@triton.jit
+@triton_jit
 def rows_pointer(base, strides, b, h, first, c):
     """Pointer to row `first` of head h of batch entry b, in 64 bits."""
     offset = b.to(tl.int64) * (decode(strides.b) * c.UNIT) + h.to(tl.int64) * (decode(strides.h) * c.UNIT)
     return base + (offset + first.to(tl.int64) * (decode(strides.s) * c.UNIT))
 
 
-@triton.jit
+@triton_jit
 def tile_offsets(strides, c, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Offsets of a [ROWS, COLS] tile from its first element."""
     return row_offsets(tl.arange(0, ROWS), strides, c, COLS)
 
 
-@triton.jit
+@triton_jit
 def row_offsets(rows, strides, c, COLS: tl.constexpr):
     """Offsets of the first COLS elements of `rows`."""
     row = rows[:, None]
@@ -201,7 +202,7 @@ def row_offsets(rows, strides, c, COLS: tl.constexpr):
         return row * (decode(strides.s) * c.UNIT) + col
 
 
-@triton.jit
+@triton_jit
 def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """Load a [ROWS, COLS] tile; 0 beyond DIM columns, and with CHECK beyond `limit` rows."""
     if CHECK:
@@ -217,7 +218,7 @@ def load_tile(pointer, offsets, limit, CHECK: tl.constexpr, ROWS: tl.constexpr, 
             return tl.load(pointer + offsets, mask=tl.arange(0, COLS)[None, :] < DIM, other=0.0)
 
 
-@triton.jit
+@triton_jit
 def load_streamed_tile(source, strides, head, first, c, EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """Load rows first .. first + ROWS of a sequence; `head`: its `HeadRows`. Rows past its end are 0 with EDGE, and always with a
     descriptor, see `tensor_descriptors.packed_dims`."""
@@ -230,7 +231,7 @@ def load_streamed_tile(source, strides, head, first, c, EDGE: tl.constexpr, ROWS
         return load_tile(pointer, tile_offsets(strides, c, ROWS, COLS), head.length - first, EDGE, ROWS, DIM, COLS)
 
 
-@triton.jit
+@triton_jit
 def affine_columns(start, slope, COUNT: tl.constexpr):
     """start + slope * column at COUNT columns, `start` given at columns 0, 2, 4 and 6, where the four lanes of a row begin. A thread's
     columns are constants relative to those, so each costs one operation."""
@@ -238,7 +239,7 @@ def affine_columns(start, slope, COUNT: tl.constexpr):
     return tl.reshape(start[None, :, None] + column.to(tl.float32) * slope, [COUNT])
 
 
-@triton.jit
+@triton_jit
 def affine_line(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
     """Affine score function at query and key `first`: (start for `affine_columns`, slope per key, slope per query). The first two are
     divided by the scale, so that they can be added to q k^T."""
@@ -246,7 +247,7 @@ def affine_line(b, h, first, q_len, kv_len, numbers, env, line: tl.constexpr):
     return start / numbers.scale, kv_slope / numbers.scale, q_slope
 
 
-@triton.jit
+@triton_jit
 def product(q, keys, distance, affine, c):
     """q k^T of a tile of keys. An affine score function is the initial accumulator; `distance`: the tile's first key from where it
     starts."""
@@ -258,14 +259,14 @@ def product(q, keys, distance, affine, c):
         return tl.dot(q, tl.trans(keys), input_precision=c.PRECISION)
 
 
-@triton.jit
+@triton_jit
 def wide_product(a, factor: tl.constexpr):
     """(upper word, lower word) of a 32 x 32-bit product."""
     product = a.to(tl.uint64) * factor
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
 
-@triton.jit
+@triton_jit
 def random_words(key, quad, row, h, b):
     """Four words of Philox4x32-7 at counter (quad, row, h, b). Values are broadcast to a tile only once they depend on row and column."""
     k0, k1 = key
@@ -285,7 +286,7 @@ def random_words(key, quad, row, h, b):
     return c0, c1, c2, c3
 
 
-@triton.jit
+@triton_jit
 def keep_tile(numbers, b, h, q_idx, kv_first, KV: tl.constexpr):
     """Which weights of a [Q, KV] tile dropout keeps: Philox4x32-7 of (kv // 4, q, h, b), word kv % 4."""
     seed = tl.load(numbers.seed)
@@ -296,7 +297,7 @@ def keep_tile(numbers, b, h, q_idx, kv_first, KV: tl.constexpr):
     return words >= least
 
 
-@triton.jit
+@triton_jit
 def sequence(spans, size, b, c):
     """(q_start, q_len, kv_start, kv_len) of a batch entry or sequence."""
     if c.JAGGED:
@@ -307,7 +308,7 @@ def sequence(spans, size, b, c):
         return b * 0, decode(size.rows), b * 0, decode(size.columns)
 
 
-@triton.jit
+@triton_jit
 def sequence_at(spans, size, b, task, c):
     """`sequence` of a task. Packed, it is in the task record, which needs no load of b first; that of a spare task is undefined."""
     if c.JAGGED:
@@ -317,14 +318,14 @@ def sequence_at(spans, size, b, task, c):
         return sequence(spans, size, b, c)
 
 
-@triton.jit
+@triton_jit
 def sequence_gap(starts, lengths, count, i, rows):
     """Rows between sequence i - 1 and sequence i as (first, end); i = count is the gap after the last sequence."""
     low = tl.load(starts + i - 1, mask=i > 0, other=0) + tl.load(lengths + i - 1, mask=i > 0, other=0)
     return low, tl.where(i < count, tl.load(starts + i, mask=i < count, other=0), rows)
 
 
-@triton.jit
+@triton_jit
 def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
     """Rows of the widest of CHUNK gaps from gap `first` on."""
     i = first + tl.arange(0, CHUNK)
@@ -333,7 +334,7 @@ def widest_gap(starts, lengths, count, first, rows, CHUNK: tl.constexpr):
     return tl.max(tl.where(i <= count, high - low, 0), 0)
 
 
-@triton.jit
+@triton_jit
 def clear_gaps(target, strides, packed, b, h, c, ROWS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
     """Zero the rows of a head that belong to no sequence. A spare task does this; usually there are none. `packed`: `PackedRows`."""
     starts, lengths, rows = packed.starts, packed.lengths, packed.count
@@ -349,7 +350,7 @@ def clear_gaps(target, strides, packed, b, h, c, ROWS: tl.constexpr, DIM: tl.con
                     tl.store(rows_pointer(target, strides, b, h, low * 0 + first, c) + offsets, zeros, mask=inside)
 
 
-@triton.jit
+@triton_jit
 def fill_gaps(target, packed, value, ROWS: tl.constexpr):
     """Fill the rows that belong to no sequence, of a tensor with one value a row. `packed`: `PackedRows`."""
     starts, lengths, rows = packed.starts, packed.lengths, packed.count
@@ -363,7 +364,7 @@ def fill_gaps(target, packed, value, ROWS: tl.constexpr):
                     tl.store(target + at, tl.zeros([ROWS], tl.float32) + value, mask=at < high)
 
 
-@triton.jit
+@triton_jit
 def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
     """`TaskTiles` of a task."""
     if c.MODE == "all":
@@ -386,14 +387,14 @@ def tile_runs(table, b, h, task, length, c, TILE: tl.constexpr):
             return TaskTiles(row, full * 0, full, full, full * 0, full * 0, tl.load(counts + 1))
 
 
-@triton.jit
+@triton_jit
 def every_tile(tiles, c):
     """All tiles of a task as one `TileRun`. `tiles`: its `TaskTiles`."""
     count = tiles.full + tiles.part
     return TileRun(tiles.row, tiles.part_first if c.MODE == "ranges" else tiles.full_first, count, count * 0, count * 0, count)
 
 
-@triton.jit
+@triton_jit
 def nth_visited(table, row, i, first, before, gap, c):
     """The i-th tile of a run; after `before` tiles it skips `gap` tiles."""
     if c.MODE == "lists":
@@ -402,7 +403,7 @@ def nth_visited(table, row, i, first, before, gap, c):
         return first + i + tl.where(i >= before, gap, 0)
 
 
-@triton.jit
+@triton_jit
 def tile_start(tile, c, TILE: tl.constexpr):
     """First row of a tile that `nth_visited` returned."""
     if c.BLOCKS:

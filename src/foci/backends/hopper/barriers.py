@@ -8,6 +8,7 @@ partition of warps, so these begin at 5.
 
 from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier
 from foci.backends.hopper.smem import reuses_q_smem
+from foci.compat.gluon import gluon_jit
 
 __all__ = [
     "drain_barriers",
@@ -23,13 +24,13 @@ __all__ = [
 FIRST_BARRIER = gl.constexpr(5)
 
 
-@gluon.jit
+@gluon_jit
 def wait_kernel_before():
     """Programmatic dependent launch: wait until the previous kernel on the stream has ended and its writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def launch_dependents():
     """Programmatic dependent launch: let the next kernel start on free SMs; it runs until `wait_kernel_before`."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -45,12 +46,12 @@ def _arrive_if_text(threads):
     return f"{{ .reg .pred now; setp.ne.s32 now, $2, 0; @now bar.arrive $1, {threads}; mov.u32 $0, 0; }}"
 
 
-@gluon.jit
+@gluon_jit
 def _bar(OP: gl.constexpr, barrier, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(_bar_text(OP, THREADS), "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def release_stage(barrier, stage, c, VALUES: gl.constexpr):
     """Consumer: free the keys, or with VALUES the values, of a stage."""
     if c.NAMED_BARRIERS:
@@ -59,7 +60,7 @@ def release_stage(barrier, stage, c, VALUES: gl.constexpr):
         mbarrier.arrive(barrier.index(stage), count=1)
 
 
-@gluon.jit
+@gluon_jit
 def wait_stage(barrier, i, c, VALUES: gl.constexpr):
     """Producer: wait until the stage of the i-th tile is free; the first STAGES tiles do not wait."""
     stage = i % c.STAGES
@@ -69,7 +70,7 @@ def wait_stage(barrier, i, c, VALUES: gl.constexpr):
         _bar("sync", FIRST_BARRIER + VALUES * c.STAGES + stage, 32 + 128 * c.CONSUMERS)
 
 
-@gluon.jit
+@gluon_jit
 def release_query_tile(barrier, me, condition, c):
     """Consumer: free its query tile, if `condition` holds."""
     if c.NAMED_BARRIERS:
@@ -80,14 +81,14 @@ def release_query_tile(barrier, me, condition, c):
         mbarrier.arrive(barrier.index(me), count=1)
 
 
-@gluon.jit
+@gluon_jit
 def release_queries(q_free, me, now, c):
     """After its last Q K^T a consumer frees its query tile, unless the result goes there first, or it was freed once in registers."""
     if c.PERSISTENT and not c.Q_IN_REGISTERS and not reuses_q_smem(c.D_PAD, c.DV_PAD, True):
         release_query_tile(q_free, me, now, c)
 
 
-@gluon.jit
+@gluon_jit
 def wait_query_tile(barrier, ME: gl.constexpr, q_count, c):
     """Producer: wait until a consumer has freed its query tile; `q_count` tiles were loaded before."""
     if not c.NAMED_BARRIERS:
@@ -96,7 +97,7 @@ def wait_query_tile(barrier, ME: gl.constexpr, q_count, c):
         _bar("sync", FIRST_BARRIER + 2 * c.STAGES + ME, 160)
 
 
-@gluon.jit
+@gluon_jit
 def drain_barriers(k_free, v_free, q_free, count, q_count, c):
     """After the last of `count` tiles and `q_count` query tiles: complete named barriers, so that none stays half arrived at the exit."""
     if c.NAMED_BARRIERS:

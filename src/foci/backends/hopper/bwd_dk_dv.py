@@ -32,11 +32,12 @@ from foci.backends.hopper.bwd_tile_math import (
     split_runs,
 )
 from foci.backends.hopper.ds_scratch import DsStore, begin_store_ds, ds_layouts, find_chunk_task, store_ds
-from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, view_smem, warpgroup_mma_wait
+from foci.backends.hopper.gluon_compat import fence_async_shared, gl, mbarrier, tma, view_smem, warpgroup_mma_wait
 from foci.backends.hopper.kernel_args import Position, Task, VisitRun
 from foci.backends.hopper.layouts import mma_layout, operand_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, begin_scores, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, make_barriers, opaque_value, store_pieces, tile_pieces
+from foci.compat.gluon import gluon_jit
 
 ROWS = gl.constexpr(64)
 # wider heads, D + Dv, leave no shared memory to stage dS in: the buffers of P take it
@@ -72,7 +73,7 @@ class KeyContext(NamedTuple):
     ds_target: Any  # from `ds_scratch.ds_layouts`, empty if dS is not stored
 
 
-@gluon.jit
+@gluon_jit
 def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
     """`split_runs` of the query tiles that a key tile visits."""
     full, masked = split_runs(table, b, h, task, q_len, c, c.TILE_Q)
@@ -84,7 +85,7 @@ def split_query_runs(table, b, h, task, first, q_len, kv_len, c):
     return full, masked
 
 
-@gluon.jit
+@gluon_jit
 def key_producer(key_sources, query_sources, smem, task, params, pitch, c):
     """Producer warp: K and V once, then q and do of each query head that shares them."""
     b, memory_b, kv_h, tile, index = task
@@ -102,7 +103,7 @@ def key_producer(key_sources, query_sources, smem, task, params, pitch, c):
         n = stream_run(query_sources, smem.ring, queries, masked_run, n, params.table, c)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_dk_dv(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr, functions, MASKED: gl.constexpr):
     """Accumulate one run of query tiles into `sums`: (dk, dv), empty where not wanted. `n` query tiles came before. MASKED tiles may also
     overhang queries or keys."""
@@ -157,13 +158,13 @@ def accumulate_dk_dv(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
 # ---- tiles of 64 keys: one warpgroup accumulates dv, the other dk ----
 
 
-@gluon.jit
+@gluon_jit
 def flatten_by_thread(x):
     """Flatten a [64, 64] product in the order in which threads hold it, four values of a thread in a row: no bank conflicts."""
     return x.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
 
 
-@gluon.jit
+@gluon_jit
 def send_weights(handover, weights, n):
     """Pass the n-th tile of weights, [64, 64], to the other warpgroup."""
     mbarrier.wait(handover.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
@@ -171,7 +172,7 @@ def send_weights(handover, weights, n):
     mbarrier.arrive(handover.p_full.index(n % 2), count=1)
 
 
-@gluon.jit
+@gluon_jit
 def receive_weights(handover, n, FREES: gl.constexpr):
     """Receive the n-th tile of weights. FREES: the other warpgroup may overwrite it afterwards with tile n + 2."""
     LINE: gl.constexpr = flatten_by_thread(gl.zeros([64, 64], gl.float32, mma_layout(64))).type.layout
@@ -184,7 +185,7 @@ def receive_weights(handover, n, FREES: gl.constexpr):
     return weights
 
 
-@gluon.jit
+@gluon_jit
 def store_ds_in_place(ds_target, handover, n, query, values):
     """Store dS as `ds_scratch.store_ds` does, staged in the buffer of the n-th tile of weights, which is freed one tile later."""
     tma.store_wait(0)
@@ -193,7 +194,7 @@ def store_ds_in_place(ds_target, handover, n, query, values):
     begin_store_ds(ds_target, tile, query, values)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_dv(dv, k, n, smem, key_ctx, run, params, c, functions, MASKED: gl.constexpr):
     """Accumulate one run of query tiles into dv of 64 keys, and pass P * slope to the dk warpgroup. `n`: query tiles before."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
@@ -224,7 +225,7 @@ def accumulate_dv(dv, k, n, smem, key_ctx, run, params, c, functions, MASKED: gl
     return dv, n
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_dk(dk, v, n, smem, ds_target, run, table, c):
     """Accumulate one run of query tiles into dk of 64 keys, with P from the dv warpgroup.
 
@@ -262,7 +263,7 @@ def accumulate_dk(dk, v, n, smem, ds_target, run, table, c):
     return dk, n
 
 
-@gluon.jit
+@gluon_jit
 def load_registers(tile, c):
     """Load a tile into registers as the left operand of products with TILE_Q columns."""
     parts = ()
@@ -274,7 +275,7 @@ def load_registers(tile, c):
 # ---- the kernel ----
 
 
-@gluon.jit
+@gluon_jit
 def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, functions):
     """One warpgroup: dk and dv of 64 keys, or one of them, summed over the query heads that share them."""
     SPLIT: gl.constexpr = c.TILE_KV == ROWS
@@ -332,7 +333,7 @@ def key_consumer(half: gl.constexpr, smem, outputs, ds_store, task, params, c, f
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon_jit
 def attention_key_gradient(q, k, v, do, lse, delta, pitch, dk, dv, ds_scratch, chunk, call_params, c, functions):
     """dk and dv of one tile of keys. Shapes are in the legend above; `lse` and `delta` are laid out by `bwd_preprocess.begin_gradients`.
 

@@ -36,11 +36,12 @@ from foci.backends.hopper.bwd_tile_math import (
     split_runs,
 )
 from foci.backends.hopper.ds_scratch import ds_rows, find_chunk_task
-from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma, tma_load, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.gluon_compat import fence_async_shared, gl, mbarrier, tma, tma_load, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, reshape_to_box, store_pieces, tile_pieces
+from foci.compat.gluon import gluon_jit
 
 
 class QueryContext(NamedTuple):
@@ -56,7 +57,7 @@ class QueryContext(NamedTuple):
     aux: Any  # from the function `pre`
 
 
-@gluon.jit
+@gluon_jit
 def query_producer(query_sources, key_sources, smem, task, params, c):
     """Producer warp: q and do once, then K and V tile by tile."""
     b, memory_b, h, tile, index = task
@@ -68,7 +69,7 @@ def query_producer(query_sources, key_sources, smem, task, params, c):
     stream_run(key_sources, smem.ring, keys, masked_run, n, params.table, c)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_dq(dq, n, half: gl.constexpr, smem, query_ctx, run, params, c, functions, MASKED: gl.constexpr):
     """Accumulate one run of key tiles into dq of 64 queries; `n` tiles came before. MASKED tiles may also overhang the keys."""
     b, h, q_idx, q_len, kv_len, lse2, delta, aux = query_ctx
@@ -96,7 +97,7 @@ def accumulate_dq(dq, n, half: gl.constexpr, smem, query_ctx, run, params, c, fu
     return dq, n
 
 
-@gluon.jit
+@gluon_jit
 def query_consumer(half: gl.constexpr, smem, dq_out, row_values, task, params, c, functions):
     """One warpgroup: dq of 64 queries."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
@@ -122,7 +123,7 @@ def query_consumer(half: gl.constexpr, smem, dq_out, row_values, task, params, c
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon_jit
 def attention_query_gradient(q, k, v, do, lse, delta, dq, call_params, c, functions):
     """dq of one tile of queries. Shapes are in the legend above."""
     task = find_backward_task(call_params.size, call_params.spans, c, True)
@@ -158,7 +159,7 @@ class QueryTile(NamedTuple):
     group: Any  # query heads that share keys
 
 
-@gluon.jit
+@gluon_jit
 def ds_producer(ds_scratch, k, tiles, bars, place, chunk, count, c):
     """Producer warp: a tile of dS and one of K per stage."""
     ds_tiles, k_tiles = tiles
@@ -179,7 +180,7 @@ def ds_producer(ds_scratch, k, tiles, bars, place, chunk, count, c):
         load_pieces(k, place.b, place.h // place.group, i * c.TILE_KV, 0, 0, ready, tile_pieces(k_tiles, stage), False)
 
 
-@gluon.jit
+@gluon_jit
 def begin_dq_product(rows, keys, sums):
     """Begin sums += rows @ keys, rows and keys in shared memory, one asynchronous wgmma per piece."""
     pending = ()
@@ -188,7 +189,7 @@ def begin_dq_product(rows, keys, sums):
     return pending
 
 
-@gluon.jit
+@gluon_jit
 def ds_consumer(half: gl.constexpr, tiles, bars, dq, found_nan, place, count, scale, c):
     """One warpgroup: dq of 64 queries, one product in flight."""
     ds_tiles, k_tiles, out_tiles = tiles
@@ -212,7 +213,7 @@ def ds_consumer(half: gl.constexpr, tiles, bars, dq, found_nan, place, count, sc
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon_jit
 def attention_kept_gradient(ds_scratch, k, dq, found_nan, size, chunk, scale, c):
     """dq of one tile of 128 queries of a chunk of heads. Shapes are in the legend above."""
     b, h, task, slot = find_chunk_task(chunk, size, True)

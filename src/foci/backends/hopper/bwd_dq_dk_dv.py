@@ -40,7 +40,6 @@ from foci.backends.hopper.dropout import apply_dropout, drops_by_key, load_dropo
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
-    gluon,
     mbarrier,
     thread_barrier,
     tma,
@@ -63,6 +62,7 @@ from foci.backends.hopper.task_queue import (
     push_key_task,
     push_last,
 )
+from foci.compat.gluon import gluon_jit
 
 ROWS = gl.constexpr(64)
 
@@ -108,14 +108,14 @@ class FusedContext(NamedTuple):
     dropout: Any  # from `dropout.load_dropout_params`
 
 
-@gluon.jit
+@gluon_jit
 def load_keys(sources, smem, keys, first, n, c):
     """Load keys and values of the n-th task, once those of the previous task are no longer read."""
     mbarrier.wait(smem.kv_empty, (n & 1) ^ 1)
     load_stationary(sources, smem.pair, keys, first, c)
 
 
-@gluon.jit
+@gluon_jit
 def fused_producer(key_sources, query_sources, smem, queue, order, params, pitch, c):
     """Producer warp: for task after task K and V once, and each query tile for all heads that share them in turn.
     The first queries are requested before K and V, whose buffers are free only when the previous task is done."""
@@ -151,7 +151,7 @@ def fused_producer(key_sources, query_sources, smem, queue, order, params, pitch
     push_last(queue, tasks)
 
 
-@gluon.jit
+@gluon_jit
 def begin_dq_share(ds_tiles, k_tiles, parity, opaque, c, half: gl.constexpr):
     """Begin this warpgroup's half of dQ = dS K, over all 128 keys. `opaque`: see `accumulate_fused`."""
     COLUMNS: gl.constexpr = share_columns(c.TILE_Q, c.D_PAD, half)
@@ -169,7 +169,7 @@ def begin_dq_share(ds_tiles, k_tiles, parity, opaque, c, half: gl.constexpr):
     return warpgroup_mma(second_ds.permute((1, 0)), second_k, share, is_async=True)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr, functions, MASKED: gl.constexpr):
     """Accumulate one run of query tiles into (dk, dv) of 64 keys, and hand over their shares of dq. MASKED tiles may also overhang."""
     S: gl.constexpr = mma_layout(c.TILE_Q)
@@ -252,7 +252,7 @@ def accumulate_fused(sums, n, smem, key_ctx, run, params, c, half: gl.constexpr,
     return dk, dv, n
 
 
-@gluon.jit
+@gluon_jit
 def fused_consumer(half: gl.constexpr, smem, outputs, queue, params, c, functions, bounds: gl.constexpr):
     """One warpgroup: for task after task dk and dv of 64 keys, and half of each share of dq."""
     tasks = 0
@@ -263,7 +263,7 @@ def fused_consumer(half: gl.constexpr, smem, outputs, queue, params, c, function
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, params, c, functions, bounds: gl.constexpr):
     """Compute one task, (task, its query runs); `tasks` tasks and `before` query tiles preceded it. Returns the number of query tiles so
     far."""
@@ -330,7 +330,7 @@ def accumulate_task(half: gl.constexpr, smem, outputs, key_task, tasks, before, 
     return n
 
 
-@gluon.jit
+@gluon_jit
 def attention_gradients(q, k, v, do, lse, delta, pitch, dq, dk, dv, order, call_params, c, functions, bounds: gl.constexpr):
     """dq, dk and dv of key tile after key tile. Shapes are in the legend above; `lse` and `delta` are laid out by
     `bwd_preprocess.begin_gradients`.

@@ -9,13 +9,13 @@ lse, dlse, lse2, delta        [B, Hq, Sq] float32: logsumexp, its gradient or No
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.excluded_products import is_finite
 from foci.backends.gpu.row_stats import prepare_row_stats
 from foci.backends.gpu.tiles import PackedRows, clear_gaps, decode, find_task, load_tile, row_offsets, rows_pointer, sequence_at
 from foci.backends.hopper.dq_semaphore import slot_size
+from foci.compat.jit import triton_jit
 
 
 class RowInputs(NamedTuple):
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
     pitch: int  # elements of a head in padded row statistics, encoded
 
 
-@triton.jit
+@triton_jit
 def clear_head_gaps(grads, strides, size, kv_heads, spans, h, c):
     """Zero the rows of a head's packed gradients that belong to no sequence."""
     dq, dk, dv = grads
@@ -59,7 +59,7 @@ def clear_head_gaps(grads, strides, size, kv_heads, spans, h, c):
             clear_gaps(dv, strides.dv, packed_keys, h * 0, h, c, 16, c.DV, c.DV_PAD)
 
 
-@triton.jit
+@triton_jit
 def begin_gradients(inputs, rows, lines, keep, counters, grads, strides, heads, c):
     """Prepare the other backward kernels, in one launch. A task is 128 rows of a head; program (task, n) takes the n-th TILE_Q of them.
 
@@ -114,7 +114,7 @@ def begin_gradients(inputs, rows, lines, keep, counters, grads, strides, heads, 
     tl.store(delta_lines + to, d, mask=inside)
 
 
-@triton.jit
+@triton_jit
 def finish_query_gradient(sums, order, dq, found_nan, strides, size, spans, scale, c, UNIT: tl.constexpr, COLS: tl.constexpr):
     """dq = scale * (sum of its accumulators), in the dtype of dq. A task is a query tile of a head; program (task, n) writes
     the n-th group of COLS columns of 64 rows. A tile that no key visits has no accumulators, and dq = 0.
@@ -165,7 +165,7 @@ def finish_query_gradient(sums, order, dq, found_nan, strides, size, spans, scal
         tl.store(found_nan, 1, mask=is_bad)
 
 
-@triton.jit
+@triton_jit
 def reduce_dq_partials(
     partials, dq, found_nan, strides, size, count, scale, c, UNIT: tl.constexpr, NUMBERS: tl.constexpr, PARTIALS_AT_ONCE: tl.constexpr
 ):

@@ -11,8 +11,9 @@ S is a product of first tiles, q and k ("qk"), and dP one of second tiles, do an
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import nth_visited, tile_start
-from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier, tma_load
+from foci.backends.hopper.gluon_compat import gl, mbarrier, tma_load
 from foci.backends.hopper.smem import allocate_tiles, load_pieces, make_barriers, tile_pieces
+from foci.compat.gluon import gluon_jit
 
 
 class PairSources(NamedTuple):
@@ -61,20 +62,20 @@ class PairPlace(NamedTuple):
     line: Any  # of streamed queries: `bwd_tile_math.row_line`
 
 
-@gluon.jit
+@gluon_jit
 def allocate_pair(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, c):
     """Allocate n tiles [rows, D] and n tiles [rows, Dv]."""
     return allocate_tiles(dtype, n, rows, c.D_PAD), allocate_tiles(dtype, n, rows, c.DV_PAD)
 
 
-@gluon.jit
+@gluon_jit
 def make_ring(qk_tiles, do_v_tiles, lse_rows, delta_rows, c):
     """Allocate the barriers of a ring; two warpgroups free a stage."""
     bars = (make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
     return PairRing(qk_tiles, do_v_tiles, lse_rows, delta_rows, *bars)
 
 
-@gluon.jit
+@gluon_jit
 def load_stationary(sources, pair, place, row, c):
     """Load the stationary pair from `row` of its sequence on."""
     TILES: gl.constexpr = pair.qk_tiles[0].shape[0]
@@ -87,7 +88,7 @@ def load_stationary(sources, pair, place, row, c):
             load_pieces(sources.do_v, b, h, row + n * 64, start, length, pair.full, tile_pieces(pair.do_v_tiles, n), c.JAGGED)
 
 
-@gluon.jit
+@gluon_jit
 def stream_pair(sources, ring, place, row, line_row, n, c):
     """Load the n-th streamed pair, from `row` of its sequence on, once its stage is free. lse and delta begin at `place.line + line_row`:
     `line_row` is `row`, or 0 where `place.line` includes it."""
@@ -107,7 +108,7 @@ def stream_pair(sources, ring, place, row, line_row, n, c):
         tma_load(sources.delta, [line + line_row], full, ring.delta_rows.index(stage))
 
 
-@gluon.jit
+@gluon_jit
 def stream_run(sources, ring, place, run, n, table, c):
     """Load the pairs of a `VisitRun`; `n` pairs came before. Returns the number of pairs so far."""
     ROWS: gl.constexpr = ring.qk_tiles[0].shape[1]

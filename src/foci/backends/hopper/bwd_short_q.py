@@ -23,7 +23,6 @@ from foci.backends.hopper.bwd_tile_math import begin_s_dp, column_idx, load_row_
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
-    gluon,
     mbarrier,
     thread_barrier,
     tma,
@@ -34,6 +33,7 @@ from foci.backends.hopper.kernel_args import Position
 from foci.backends.hopper.layouts import mma_layout, smem_layout
 from foci.backends.hopper.mma import begin_pv, scale_accumulators, wait_accumulators, zero_accumulators
 from foci.backends.hopper.smem import allocate_tiles, make_barriers, opaque_value, store_pieces, tile_pieces
+from foci.compat.gluon import gluon_jit
 
 ROWS = gl.constexpr(64)
 
@@ -87,7 +87,7 @@ class ShortQParams(NamedTuple):
     found_nan: Any  # see `bwd_tile_math.report_nan`
 
 
-@gluon.jit
+@gluon_jit
 def short_q_producer(query_sources, key_sources, smem, span, c):
     """Producer warp: q and do once, then K and V tile by tile."""
     b, h, q_len, kv_len, first_tile, count = span
@@ -96,7 +96,7 @@ def short_q_producer(query_sources, key_sources, smem, span, c):
         stream_pair(key_sources, smem.ring, PairPlace(b, h, 0, kv_len, 0), (first_tile + i) * c.TILE_KV, 0, i, c)
 
 
-@gluon.jit
+@gluon_jit
 def begin_dk_dv(smem, half: gl.constexpr, n, opaque, c):
     """Begin dv = P^T dO, or dk = dS^T Q, of the n-th tile of keys, over the queries of both warpgroups: two products per piece.
 
@@ -114,7 +114,7 @@ def begin_dk_dv(smem, half: gl.constexpr, n, opaque, c):
     return pending
 
 
-@gluon.jit
+@gluon_jit
 def store_dk_dv(output, dkv, n, span, found_nan, c):
     """Begin a TMA store of dv or dk of the n-th tile of keys, once the previous store has read the staging tile. `output`: (target, staging
     tile, factor)."""
@@ -126,7 +126,7 @@ def store_dk_dv(output, dkv, n, span, found_nan, c):
     report_nan(found_nan, dkv)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.constexpr, functions, EDGE: gl.constexpr):
     """Accumulate key tiles into dq of 64 queries, and store dv or dk of the tile before each. EDGE: some positions may not exist."""
     q_idx, lse2, delta, aux, span = query_ctx
@@ -164,7 +164,7 @@ def accumulate_short_q(dq, smem, output, query_ctx, steps, params, c, half: gl.c
     return dq
 
 
-@gluon.jit
+@gluon_jit
 def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params, c, functions):
     """One warpgroup: dq of 64 queries; and dv of all keys of the program (half 0) or dk (half 1)."""
     S: gl.constexpr = mma_layout(c.TILE_KV)
@@ -202,7 +202,7 @@ def short_q_consumer(half: gl.constexpr, smem, outputs, row_values, span, params
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon_jit
 def store_partial_dq(sums, dq, half: gl.constexpr, q_len, c):
     """Store a program's partial dq of 64 queries."""
     at = 0
@@ -211,7 +211,7 @@ def store_partial_dq(sums, dq, half: gl.constexpr, q_len, c):
         at = at + dq[i].shape[1]
 
 
-@gluon.jit
+@gluon_jit
 def store_dq_columns(sums, dq_piece, half: gl.constexpr, q_len, pitch, WIDTH: gl.constexpr):
     """Store WIDTH columns of partial dq, rows `pitch` apart."""
     row = half * ROWS + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma_layout(WIDTH))), 1)
@@ -219,7 +219,7 @@ def store_dq_columns(sums, dq_piece, half: gl.constexpr, q_len, pitch, WIDTH: gl
     gl.store(sums + row * pitch + column, dq_piece, mask=row + column * 0 < q_len)
 
 
-@gluon.jit
+@gluon_jit
 def attention_few_gradients(q, k, v, do, row_values, dq, dk, dv, partials, size, scale, env, found_nan, c, functions):
     """dq, dk and dv of one head, or of a part of its keys. Shapes are in the legend above.
 

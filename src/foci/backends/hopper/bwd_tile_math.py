@@ -6,21 +6,22 @@ With P the weights and dP = dO V^T, the gradient of the scores is P * (dP - delt
 """
 
 from foci.backends.gpu.tiles import FORCED, LOG2E, decode, find_task, tile_runs
-from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier
+from foci.backends.hopper.gluon_compat import gl, mbarrier
 from foci.backends.hopper.kernel_args import Task, VisitRun
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.mma import begin_scores
 from foci.backends.hopper.smem import tile_pieces
+from foci.compat.gluon import gluon_jit
 
 
-@gluon.jit
+@gluon_jit
 def find_backward_task(size, spans, c, LONGEST_FIRST: gl.constexpr):
     """`Task` of this program."""
     place = find_task(size, spans, c, LONGEST_FIRST)
     return Task(place.b, place.memory_b, place.h, place.tile, place.task)
 
 
-@gluon.jit
+@gluon_jit
 def row_line(b, memory_b, h, heads, q_start, pitch, c):
     """Offset of a head's first row, or of a sequence's in it, in the padded lse and delta of `bwd_preprocess.begin_gradients`."""
     head = (memory_b * heads + h) * decode(pitch)
@@ -30,7 +31,7 @@ def row_line(b, memory_b, h, heads, q_start, pitch, c):
         return head
 
 
-@gluon.jit
+@gluon_jit
 def report_nan(found_nan, acc):
     """Set `found_nan` if the accumulators hold a NaN or an infinity: `foci.backends.gpu.mend` then looks at the results. None: nothing
     is excluded, so nothing would change. Where both dv and dk are computed, only dk need be reported: dv holds a NaN where a gradient of
@@ -43,7 +44,7 @@ def report_nan(found_nan, acc):
             gl.store(found_nan + at, at + 1, mask=row != row)
 
 
-@gluon.jit
+@gluon_jit
 def split_runs(table, b, h, task, length, c, TILE: gl.constexpr):
     """Streamed tiles that a task visits: (full run, masked run), each a `VisitRun`."""
     tiles = tile_runs(table, b, h, task, length, c, TILE)
@@ -51,19 +52,19 @@ def split_runs(table, b, h, task, length, c, TILE: gl.constexpr):
     return full, VisitRun(tiles.row, tiles.part_first, tiles.before, tiles.gap, tiles.part)
 
 
-@gluon.jit
+@gluon_jit
 def column_idx(first, COLUMNS: gl.constexpr):
     """Indices [1, COLUMNS] of the streamed tile that begins at `first`."""
     return first + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, mma_layout(COLUMNS))), 0)
 
 
-@gluon.jit
+@gluon_jit
 def row_idx(first, COLUMNS: gl.constexpr):
     """Indices [64, 1] of stationary rows from `first`, beside streamed tiles of COLUMNS."""
     return first + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, mma_layout(COLUMNS))), 1)
 
 
-@gluon.jit
+@gluon_jit
 def load_row_values(row_values, head, row, q_len):
     """(lse in base 2, delta) of rows of a head, [64, 1] each. Rows past the end get lse = inf, so that their weights are 0."""
     lse_rows, delta_rows = row_values
@@ -71,7 +72,7 @@ def load_row_values(row_values, head, row, q_len):
     return lse2, gl.expand_dims(gl.load(delta_rows + head + row, mask=row < q_len, other=0.0), 1)
 
 
-@gluon.jit
+@gluon_jit
 def begin_s_dp(pair, half, opaque, ring, qk, stage, phase, HAS_DP: gl.constexpr = True):
     """Begin S and dP of a warpgroup's stationary tiles and the streamed pair of a stage, each when its tile has arrived. Both are
     asynchronous. `opaque` is 0, or `smem.opaque_value(0)`, so that stationary addresses are recomputed for each tile: hoisted, they would
@@ -87,7 +88,7 @@ def begin_s_dp(pair, half, opaque, ring, qk, stage, phase, HAS_DP: gl.constexpr 
     return s, dp
 
 
-@gluon.jit
+@gluon_jit
 def recompute_weights(raw, lse2, position, params, c, functions, MASKED: gl.constexpr, EDGE: gl.constexpr):
     """Recompute (P, slope of the score function) of a tile from S without its scale.
 
@@ -118,7 +119,7 @@ def recompute_weights(raw, lse2, position, params, c, functions, MASKED: gl.cons
     return p, slope
 
 
-@gluon.jit
+@gluon_jit
 def scale_dscore(p, slope, c, CLEAN: gl.constexpr):
     """P * slope, computed before dP arrives: P and slope would take twice the registers. CLEAN: a masked position may have an infinite
     slope."""

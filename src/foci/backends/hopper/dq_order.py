@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 """Ranks of key tiles: how many earlier ones visit the same query tile. `dq_semaphore` adds to dq in this order."""
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.tiles import RECORD, decode
+from foci.compat.jit import triton_jit
 
 
-@triton.jit
+@triton_jit
 def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
     """Write 1 where a key tile visits a query tile. One program per row of the table.
 
@@ -38,7 +38,7 @@ def mark_tiles(ranks, table, c, CHUNK: tl.constexpr):
         tl.store(line + width - 1, ending)
 
 
-@triton.jit
+@triton_jit
 def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
     """Replace the marks of `mark_tiles` by their exclusive prefix sums over key tiles. Programs: batch entries and heads of the table;
     CHUNK query tiles. `tasks`: number of key tiles, encoded."""
@@ -54,7 +54,7 @@ def rank_tiles(ranks, table, tasks, CHUNK: tl.constexpr):
         line += width
 
 
-@triton.jit
+@triton_jit
 def rank_packed(ranks, table, spans, tasks, CHUNK: tl.constexpr, BEFORE: tl.constexpr):
     """Ranks for packed sequences, whose tables have ranges: each key tile counts the earlier tiles of its sequence. One program per row.
 

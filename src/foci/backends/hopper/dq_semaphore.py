@@ -19,7 +19,7 @@ from foci.backends.hopper.kernel_args import PackedTask, Task
 from foci.backends.hopper.layouts import pieces
 from foci.backends.hopper.smem import sequence_span
 from foci.backends.hopper.task_queue import QueryRuns, RoundQueryRuns, has_task, pop_key_task
-from foci.compat.gluon import begin_add
+from foci.compat.gluon import begin_add, gluon_jit
 
 
 class Order(NamedTuple):
@@ -36,7 +36,7 @@ SHARE_LINE = gl.constexpr(256)
 """Elements in a row of the TMA box of a share of dq: shares are stored as [rows, 256], so that one copy moves a whole share."""
 
 
-@gluon.jit
+@gluon_jit
 def group_members(size, c):
     """Query heads that share keys; a constant 1 unless GROUPED."""
     if c.GROUPED:
@@ -45,7 +45,7 @@ def group_members(size, c):
         return 1
 
 
-@gluon.jit
+@gluon_jit
 def find_key_task(ticket, order, size, spans, c):
     """`Task` of a ticket, or `PackedTask`: a key tile.
 
@@ -72,7 +72,7 @@ def find_key_task(ticket, order, size, spans, c):
         return Task(memory_b, memory_b, h, task, task)
 
 
-@gluon.jit
+@gluon_jit
 def find_query_runs(table, ranks, key_task, h, q_len, kv_len, c):
     """`QueryRuns` of a key tile, or `RoundQueryRuns`."""
     b, tile, task = key_task.b, key_task.tile, key_task.index
@@ -128,7 +128,7 @@ def find_query_runs(table, ranks, key_task, h, q_len, kv_len, c):
         return QueryRuns(line, high_last, high, full_last, full, low_last, low)
 
 
-@gluon.jit
+@gluon_jit
 def count_query_tiles(runs):
     """Number of query tiles in all runs."""
     count = runs.high
@@ -137,7 +137,7 @@ def count_query_tiles(runs):
     return count
 
 
-@gluon.jit
+@gluon_jit
 def tile_at(table, line, place, c):
     """Query tile at a place of a run."""
     if c.MODE == "lists":
@@ -146,7 +146,7 @@ def tile_at(table, line, place, c):
         return place
 
 
-@gluon.jit
+@gluon_jit
 def nth_tile(table, runs, i, c):
     """The i-th query tile that a key tile visits."""
     high, full = runs.high, runs.full
@@ -158,7 +158,7 @@ def nth_tile(table, runs, i, c):
     return tile_at(table, runs.row, place, c)
 
 
-@gluon.jit
+@gluon_jit
 def dq_rank(order, table, line, tile, query_tile, q_len, kv_len, c):
     """Rank of this key tile among those that visit a query tile."""
     if c.MODE == "ranges" or c.MODE == "lists":
@@ -172,7 +172,7 @@ def dq_rank(order, table, line, tile, query_tile, q_len, kv_len, c):
         return tile
 
 
-@gluon.jit
+@gluon_jit
 def run_semaphore_asm(instructions: gl.constexpr, turn, count):
     """Run PTX on $1, the address of a semaphore, and $2, a count. $0 is a dummy result."""
     gl.inline_asm_elementwise(instructions, "=r,l,r", [turn, count], dtype=gl.int32, is_pure=False, pack=1)
@@ -202,7 +202,7 @@ RELEASE_DQ_TURN = gl.constexpr(
 )
 
 
-@gluon.jit
+@gluon_jit
 def reduce_dq_shares(sums, order, shares, bars, queue, params, c, WHICH: gl.constexpr):
     """One of two warps: add every second share of dq to its accumulator by TMA, in semaphore order.
 
@@ -254,7 +254,7 @@ def slot_size(rows, width):
     return 2 * 64 * share_columns(rows, width, 0)
 
 
-@gluon.jit
+@gluon_jit
 def store_dq_share(shares, share, share_empty, n, half: gl.constexpr):
     """Write half of the n-th share, [64, columns], to shared memory for the warp that adds it.
 

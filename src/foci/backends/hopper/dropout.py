@@ -12,6 +12,7 @@ from foci.backends.gpu.tiles import random_words, tile_start
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import split_columns
 from foci.backends.hopper.smem import opaque_value
+from foci.compat.gluon import gluon_jit
 
 __all__ = ["apply_dropout", "drop_bits", "drops_by_key", "drops_by_query", "load_dropout_params"]
 
@@ -71,7 +72,7 @@ def words_layout(columns):
     return gl.SliceLayout(1, gl.SliceLayout(3, full_layout))
 
 
-@gluon.jit
+@gluon_jit
 def load_dropout_params(numbers, c):
     """Read (low word of the seed, high word, least random word that is kept), once a task."""
     if c.DROPOUT:
@@ -82,13 +83,13 @@ def load_dropout_params(numbers, c):
         return 0
 
 
-@gluon.jit
+@gluon_jit
 def philox_keys(dropout_params):
     """Words of the seed, opaque so that the keys of Philox's rounds are recomputed: kept, they would take too many registers."""
     return opaque_value(dropout_params[0]).to(gl.uint32), opaque_value(dropout_params[1]).to(gl.uint32)
 
 
-@gluon.jit
+@gluon_jit
 def compare_eights(word, dropout_params, FIRST: gl.constexpr):
     """Drop bits [64, lane, half] from random words [64, quads of keys]; a lane's eights are every second one."""
     y = word.reshape([64, word.shape[1] // 4, 2, 2])
@@ -96,7 +97,7 @@ def compare_eights(word, dropout_params, FIRST: gl.constexpr):
     return gl.sum((y < dropout_params[2]).to(gl.int32) << (4 * two + FIRST), 1)
 
 
-@gluon.jit
+@gluon_jit
 def merge_lane_bits(bits):
     """Combine the bits of both lanes into words [64, half of eight keys]."""
     lane = gl.arange(0, 2, axis_layout(bits.type.layout, 3, 1))[None, :, None]
@@ -104,7 +105,7 @@ def merge_lane_bits(bits):
     return gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, words_by_query()), assert_trivial=True), 2)
 
 
-@gluon.jit
+@gluon_jit
 def drops_by_query(first, key0, b, h, dropout_params, COLUMNS: gl.constexpr):
     """Drop bits [64, 4] of the 64 queries from `first`, over COLUMNS keys from `key0`."""
     PART: gl.constexpr = min(COLUMNS, 64)
@@ -127,7 +128,7 @@ def drops_by_query(first, key0, b, h, dropout_params, COLUMNS: gl.constexpr):
     return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def append_drop_bit(bits, word, least, bit):
     """Set a bit where the random word is below the least that is kept: two instructions, where a select takes three."""
     ASM: gl.constexpr = "{ .reg .pred drops; setp.lt.u32 drops, $2, $3; @drops or.b32 $0, $0, $4; }"
@@ -135,7 +136,7 @@ def append_drop_bit(bits, word, least, bit):
     return gl.inline_asm_elementwise(ASM, "=r,0,r,r,r", [bits, word, least, bit], dtype=gl.int32, is_pure=True, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def append_quad_bits(bits, word, least, bit):
     """Add the bits of one key's random words [quads of keys, queries] to bits [warp, half of its quads, quad, lane, pair]. `bit`: the first
     bit of each lane."""
@@ -150,7 +151,7 @@ def append_quad_bits(bits, word, least, bit):
         return append_drop_bit(append_drop_bit(bits, high_even, least, bit << 8), high_odd, least, bit << 9)
 
 
-@gluon.jit
+@gluon_jit
 def append_four_keys(bits, words, least, bit):
     """`append_quad_bits` for the four keys of a quad."""
     return (
@@ -164,14 +165,14 @@ def _shuffle_text(bit):
     return f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, 0xffffffff;"
 
 
-@gluon.jit
+@gluon_jit
 def shuffle_xor(x, BIT: gl.constexpr):
     """Value of the lane whose number differs in this bit."""
     TEXT: gl.constexpr = _shuffle_text(BIT)
     return gl.inline_asm_elementwise(TEXT, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def gather_key_words(key_bits, lane):
     """Transpose: four lanes hold bits of four keys each; afterwards each lane holds the whole word of one key."""
     n0, n1, n2, n3 = key_bits
@@ -182,7 +183,7 @@ def gather_key_words(key_bits, lane):
     return gl.where(odd, neighbor, here) | shuffle_xor(gl.where(odd, here, neighbor), 4)
 
 
-@gluon.jit
+@gluon_jit
 def drops_by_key(first, query0, b, h, dropout_params, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
     """Drop bits [64, 4] of the 64 keys from `first`, over COLUMNS queries from `query0`, AT_ONCE (32 or 64) of them at a time."""
     layout: gl.constexpr = quads_by_key(AT_ONCE)
@@ -205,7 +206,7 @@ def drops_by_key(first, query0, b, h, dropout_params, COLUMNS: gl.constexpr, AT_
     return gl.convert_layout(words.reshape([64, 4]), words_layout(COLUMNS), assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def drop_bits(tile, row_ctx, c):
     """Drop bits of a tile of keys for this consumer's 64 queries."""
     if c.DROPOUT:
@@ -214,7 +215,7 @@ def drop_bits(tile, row_ctx, c):
         return 0
 
 
-@gluon.jit
+@gluon_jit
 def apply_dropout(p, words, c):
     """Set the sign bit of dropped weights; `pack_weights` rounds negative weights to 0."""
     if c.DROPOUT:

@@ -15,8 +15,9 @@ past the end, which are not stored.
 from typing import Any, NamedTuple
 
 from foci.backends.gpu.tiles import HEAD_GROUP, decode, nth_head_task
-from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, tma, tma_store
+from foci.backends.hopper.gluon_compat import fence_async_shared, gl, tma, tma_store
 from foci.backends.hopper.smem import reshape_to_box
+from foci.compat.gluon import gluon_jit
 
 TILE = gl.constexpr(128)
 
@@ -48,7 +49,7 @@ class DsTarget(NamedTuple):
     first_query: Any  # query of that row's first column
 
 
-@gluon.jit
+@gluon_jit
 def find_chunk_task(chunk, size, LONGEST_FIRST: gl.constexpr):
     """(batch entry, head, task, number of the head in the chunk) of this program. LONGEST_FIRST reverses the tasks of a head."""
     tasks = decode(size.tasks)
@@ -60,7 +61,7 @@ def find_chunk_task(chunk, size, LONGEST_FIRST: gl.constexpr):
     return b, head - b * decode(size.heads), task, n
 
 
-@gluon.jit
+@gluon_jit
 def ds_rows(chunk, key, c):
     """(row of a key in the scratch, query of that row's first column). Causal: of n query tiles a key tile t needs the last n - t; a key
     tile after the middle uses the columns that tile n - t leaves free in its row."""
@@ -73,7 +74,7 @@ def ds_rows(chunk, key, c):
         return gl.where(is_behind, key + (tiles - 2 * tile) * TILE, key), gl.where(is_behind, tile * TILE, 0)
 
 
-@gluon.jit
+@gluon_jit
 def ds_layouts(ds_store, member, group, key, c):
     """Where `store_ds` stores 64 keys of a member of the head's group: a `DsTarget`. `ds_store` is a `DsStore`, or empty if dS is not
     stored; then so is the result."""
@@ -84,7 +85,7 @@ def ds_layouts(ds_store, member, group, key, c):
         return ds_store
 
 
-@gluon.jit
+@gluon_jit
 def begin_store_ds(ds_target, tile, query, values):
     """Write dS, [64 keys, queries], to a staging tile and begin its TMA store. Its fence also lets later TMA loads overwrite what was read
     from shared memory before."""
@@ -93,7 +94,7 @@ def begin_store_ds(ds_target, tile, query, values):
     tma_store(ds_target.ds_scratch, [0, ds_target.head, ds_target.row, query - ds_target.first_query], reshape_to_box(tile, False))
 
 
-@gluon.jit
+@gluon_jit
 def store_ds(ds_target, n, query, values):
     """Store dS through the n-th staging tile, of two in turn: at most one earlier store may still read its tile."""
     tma.store_wait(1)

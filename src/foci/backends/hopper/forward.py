@@ -50,7 +50,6 @@ from foci.backends.hopper.dropout import apply_dropout, drop_bits, load_dropout_
 from foci.backends.hopper.gluon_compat import (
     fence_async_shared,
     gl,
-    gluon,
     mbarrier,
     specialize,
     thread_barrier,
@@ -98,6 +97,7 @@ from foci.backends.hopper.task_queue import (
     reset_counter,
 )
 from foci.backends.hopper.tile_scheduler import find_task, plan_tiles
+from foci.compat.gluon import gluon_jit
 
 
 class ForwardOutputs(NamedTuple):
@@ -128,7 +128,7 @@ class SoftmaxState(NamedTuple):
     row_sum: Any
 
 
-@gluon.jit
+@gluon_jit
 def begin_qk(q, keys, stage, tile, row_ctx, env, c, score: gl.constexpr):
     """Begin S = Q K^T of a stage. An affine score function is the initial value of the accumulator, so that it costs no addition."""
     if c.AFFINE:
@@ -138,7 +138,7 @@ def begin_qk(q, keys, stage, tile, row_ctx, env, c, score: gl.constexpr):
     return begin_scores(q, tile_pieces(keys, stage), raw, c.AFFINE)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_in_turn(state, operands, row_ctx, consumer_task, steps, params, c, functions, MASKED: gl.constexpr):
     """Accumulate tiles of keys, each step after the one before."""
     acc, unused, row_state, row_sum = state
@@ -173,7 +173,7 @@ def accumulate_in_turn(state, operands, row_ctx, consumer_task, steps, params, c
     return SoftmaxState(acc, (), row_state, row_sum)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_overlapped(state, operands, row_ctx, consumer_task, steps, params, c, functions, MASKED: gl.constexpr):
     """Accumulate tiles of keys, each one's Q K^T running beside P V of the tile before: `state.p` are weights whose values have
     arrived."""
@@ -214,7 +214,7 @@ def accumulate_overlapped(state, operands, row_ctx, consumer_task, steps, params
     return SoftmaxState(acc, p, row_state, row_sum)
 
 
-@gluon.jit
+@gluon_jit
 def skip_tiles(kv_ring, base, low, high, c):
     """Free the stages of tiles that no row of this consumer attends to."""
     for i in range(low, high):
@@ -226,7 +226,7 @@ def skip_tiles(kv_ring, base, low, high, c):
         release_stage(kv_ring.v_free, stage, c, 1)
 
 
-@gluon.jit
+@gluon_jit
 def accumulate_tiles(state, operands, row_ctx, consumer_task, params, c, functions):
     """Accumulate a consumer's tiles: partial ones up to `full_begin`, full ones up to `full_end`, partial ones again; skip the others."""
     start, full_begin, full_end, end, count, narrow = consumer_task.segments
@@ -278,7 +278,7 @@ def accumulate_tiles(state, operands, row_ctx, consumer_task, params, c, functio
     return state
 
 
-@gluon.jit
+@gluon_jit
 def consume(me, consumer_task, q_count, base, q_smem, kv_ring, outputs, params, c, functions):
     """Compute one task's 64 rows of a consumer. `q_count` tasks with keys and `base` tiles of keys were computed before."""
     place, segments, numbers = consumer_task.place, consumer_task.segments, params.numbers
@@ -333,7 +333,7 @@ def consume(me, consumer_task, q_count, base, q_smem, kv_ring, outputs, params, 
             release_query_tile(q_smem.free, me, True, c)
 
 
-@gluon.jit
+@gluon_jit
 def load_queries(q_count, q, q_smem, place, q_start, q_len, c):
     """Load the query tiles of all consumers."""
     first = place.tile * c.TILE_Q
@@ -344,7 +344,7 @@ def load_queries(q_count, q, q_smem, place, q_start, q_len, c):
         load_pieces(q, place.memory_b, place.h, first + n * ROWS, q_start, q_len, full, tile_pieces(q_smem.tiles, n), c.JAGGED)
 
 
-@gluon.jit
+@gluon_jit
 def produce(q_count, base, inputs, q_smem, kv_ring, place, run, params, c):
     """Load one task: keys and values tile by tile, and the queries after the first keys. Counts are those of `consume`."""
     q, k, v = inputs
@@ -366,7 +366,7 @@ def produce(q_count, base, inputs, q_smem, kv_ring, place, run, params, c):
         drain_barriers(k_free, v_free, q_smem.free, run.full + run.part, 0, c)
 
 
-@gluon.jit
+@gluon_jit
 def produce_all(inputs, q_smem, kv_ring, queue, params, c, bounds: gl.constexpr):
     """Producer of a persistent program: it loads for the next task while consumers finish the one before."""
     slots, slot_full, slot_free = queue
@@ -420,7 +420,7 @@ def produce_all(inputs, q_smem, kv_ring, queue, params, c, bounds: gl.constexpr)
     drain_barriers(kv_ring.k_free, kv_ring.v_free, q_smem.free, base, q_count, c)
 
 
-@gluon.jit
+@gluon_jit
 def consume_all(me, q_smem, kv_ring, queue, outputs, params, c, functions):
     """Consumer of a persistent program: computes tasks from the queue until the producer ends it."""
     slots, slot_full, slot_free = queue
@@ -439,7 +439,7 @@ def consume_all(me, q_smem, kv_ring, queue, outputs, params, c, functions):
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon_jit
 def attention_forward(q, k, v, out, lse, row_max, call_params, c, functions):
     """Attention of one tile of queries, or of task after task. Shapes are in the legend above."""
     if not c.PERSISTENT:

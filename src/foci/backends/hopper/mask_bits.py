@@ -10,10 +10,10 @@ table     lists of visited tiles, see `foci.backends.gpu.tile_table_kernels`
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu.tiles import FORCED, decode, read_task_record, sequence
+from foci.compat.jit import triton_jit
 
 __all__ = ["PackedMask", "cover_keys", "mark_keys", "order_tasks", "pack_masks", "pack_queries"]
 
@@ -37,7 +37,7 @@ class RowsPlace(NamedTuple):
     h: Any  # head of the lists
 
 
-@triton.jit
+@triton_jit
 def find_place(size, heads, TILE: tl.constexpr):
     """`RowsPlace` of this program."""
     part = tl.program_id(0) % (TILE // 64)
@@ -48,14 +48,14 @@ def find_place(size, heads, TILE: tl.constexpr):
     return RowsPlace(part, row, task, b, line - b * decode(heads))
 
 
-@triton.jit
+@triton_jit
 def pack_words(keep, column, COLUMNS: tl.constexpr):
     """Pack a [64, COLUMNS] mask into four words for each row."""
     bits = keep.to(tl.int32) << (column // 8 * 2 + column % 2)
     return tl.sum(tl.sum(bits.reshape(64, COLUMNS // 8, 4, 2), 3), 1)
 
 
-@triton.jit
+@triton_jit
 def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
     """Mark the keys of a task's visited tiles: 1 if any row attends to the key, 3 if all do. Each of SPLIT programs takes every SPLIT-th
     tile.
@@ -88,7 +88,7 @@ def mark_keys(keys, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT
         tl.store(keys + (first + entry) * c.TILE_KV + column, (some + 2 * every * some).to(tl.int8))
 
 
-@triton.jit
+@triton_jit
 def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr, AHEAD: tl.constexpr):
     """Move a task's tiles: each begins at the first attended key after the tile before, if that takes fewer tiles. A run of keys that
     begins inside one aligned tile and ends inside another often needs one tile less.
@@ -137,7 +137,7 @@ def cover_keys(starts, counts, keys, table, size, spans, c, WIDTH: tl.constexpr,
     tl.store(counts + row.to(tl.int64) * 4 + 1, part)
 
 
-@triton.jit
+@triton_jit
 def order_tasks(order, counts, size, BLOCK: tl.constexpr):
     """Sort the tasks of each head of the lists by their number of tiles, most last, ties in order. A program ranks BLOCK of them.
 
@@ -158,7 +158,7 @@ def order_tasks(order, counts, size, BLOCK: tl.constexpr):
     tl.store(order + first + before, me, mask=me < tasks)
 
 
-@triton.jit
+@triton_jit
 def pack_masks(packed, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr, KEY_STARTS: tl.constexpr):
     """Pack the mask of a task's partial tiles, 64 rows each program. Each of SPLIT programs takes every SPLIT-th tile.
 
@@ -197,7 +197,7 @@ def pack_masks(packed, table, size, spans, env, heads, c, mask: tl.constexpr, SP
         tl.atomic_max(limit + 1, i + 1, mask=some)
 
 
-@triton.jit
+@triton_jit
 def pack_queries(words, table, size, spans, env, heads, c, mask: tl.constexpr, SPLIT: tl.constexpr):
     """Pack the mask of the partial query tiles that 64 keys of a tile visit; of all its query tiles if the tile overhangs the keys.
 

@@ -10,6 +10,7 @@ from foci.backends.gpu.tiles import FORCED, decode
 from foci.backends.hopper.gluon_compat import gl, gluon, thread_barrier
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.smem import first_key
+from foci.compat.gluon import gluon_jit
 
 __all__ = [
     "BOTH",
@@ -37,7 +38,7 @@ BOTH = gl.constexpr(3)
 IF_PARTIAL = gl.constexpr(4)
 
 
-@gluon.jit
+@gluon_jit
 def split_columns(x):
     """View a tile by thread. Returns (tile as [rows, n, 4, 2], 4 being the lanes of a row; column of each value relative to its lane,
     [1, n, 1, 2], a constant to a thread; first column of each lane, [1, 1, 4, 1])."""
@@ -49,14 +50,14 @@ def split_columns(x):
     return y, 8 * eight[None, :, None, None] + one[None, None, None, :], 2 * lane[None, None, :, None]
 
 
-@gluon.jit
+@gluon_jit
 def broadcast_rows(limit, y):
     """Broadcast a value per row over a tile from `split_columns`."""
     LAYOUT: gl.constexpr = y.type.layout
     return gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[:, None, None, None]
 
 
-@gluon.jit
+@gluon_jit
 def mask_after_last(x, limit):
     """-inf after each row's last key; `limit` counts from the tile's first key."""
     y, column, lane = split_columns(x)
@@ -64,7 +65,7 @@ def mask_after_last(x, limit):
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def mask_before_first(x, limit):
     """-inf before each row's first key."""
     y, column, lane = split_columns(x)
@@ -72,7 +73,7 @@ def mask_before_first(x, limit):
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def zero_outside(x, first, last):
     """0 before the first and after the last column of each row."""
     y, column, lane = split_columns(x)
@@ -80,7 +81,7 @@ def zero_outside(x, first, last):
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def fill_unset_bits(x, words, OTHER: gl.constexpr):
     """OTHER where the mask bit is not set."""
     y, column, lane = split_columns(x)
@@ -89,7 +90,7 @@ def fill_unset_bits(x, words, OTHER: gl.constexpr):
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def load_mask_bits(words, some, COLUMNS: gl.constexpr):
     """Load a tile's mask bits, [rows, 4] words, contiguous; all ones if not `some`."""
     LAYOUT: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS)).reshape([ROWS, COLUMNS // 8, 4, 2]).type.layout
@@ -98,7 +99,7 @@ def load_mask_bits(words, some, COLUMNS: gl.constexpr):
     return gl.load(words + place, mask=place < gl.where(some, ROWS * 4, 0), other=-1)
 
 
-@gluon.jit
+@gluon_jit
 def affine_terms(tile, row_ctx, env, c, line: gl.constexpr):
     """Initial accumulator of an affine score function: a value for each lane of a row, plus slope times column, a constant to a thread."""
     y, column, lane = split_columns(gl.zeros([ROWS, c.TILE_KV], gl.float32, mma_layout(c.TILE_KV)))
@@ -110,7 +111,7 @@ def affine_terms(tile, row_ctx, env, c, line: gl.constexpr):
     return gl.convert_layout(y.reshape([ROWS, c.TILE_KV]), mma_layout(c.TILE_KV), assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def add_affine_columns(row, slope):
     """row - slope * column, for each column of a tile; columns are constants to a thread."""
     y = row.reshape([row.shape[0] // 8, 4, 2])
@@ -123,7 +124,7 @@ def add_affine_columns(row, slope):
     return gl.convert_layout(y.reshape([row.shape[0]]), row.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def load_tile_mask_bits(table, run, i, row_ctx, c, MASKED: gl.constexpr):
     """Load the mask bits of the i-th visited tile, before its product is there, to hide the latency."""
     if c.MASK_BITS and MASKED:
@@ -176,7 +177,7 @@ def _operands(n, registers):
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (n * registers))
 
 
-@gluon.jit
+@gluon_jit
 def mask_scores(partial, x, tile_key, mask_bits, row_ctx, c):
     """Mask the scores of a tile that may be partial, by mask bits or by each row's first and last key."""
     y, column, lane = split_columns(x)
@@ -197,7 +198,7 @@ def mask_scores(partial, x, tile_key, mask_bits, row_ctx, c):
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def evaluate_mask(x, tile, kv_idx, column, row_ctx, env, c, mask: gl.constexpr):
     """Mask scores by evaluating the mask function."""
     keep = mask(row_ctx.b, row_ctx.h, row_ctx.q_idx, kv_idx, row_ctx.q_len, row_ctx.kv_len, env, row_ctx.aux)
@@ -206,7 +207,7 @@ def evaluate_mask(x, tile, kv_idx, column, row_ctx, env, c, mask: gl.constexpr):
     return gl.where(keep & (column < row_ctx.kv_len), x, float("-inf"))
 
 
-@gluon.jit
+@gluon_jit
 def tile_scores(raw, tile, mask_bits, partial, row_ctx, env, c, score: gl.constexpr, mask: gl.constexpr, MASKED: gl.constexpr):
     """Apply score function and mask to a tile of Q K^T. A constant factor, such as the scale, is left to the exponential
     (`row_ctx.factor`)."""

@@ -4,13 +4,14 @@
 A product that sums over the width accumulates piece after piece; a product with the width as columns is one product per piece.
 """
 
-from foci.backends.hopper.gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from foci.backends.hopper.gluon_compat import gl, warpgroup_mma, warpgroup_mma_wait
 from foci.backends.hopper.layouts import mma_layout, operand_layout, piece, pieces
+from foci.compat.gluon import gluon_jit
 
 __all__ = ["begin_pv", "begin_scores", "scale_accumulators", "wait_accumulators", "zero_accumulators"]
 
 
-@gluon.jit
+@gluon_jit
 def begin_scores(rows, columns, scores, ADDS: gl.constexpr):
     """Begin rows @ columns^T, one asynchronous wgmma per piece. ADDS: accumulate onto `scores` instead of overwriting it."""
     for i in gl.static_range(len(rows)):
@@ -18,7 +19,7 @@ def begin_scores(rows, columns, scores, ADDS: gl.constexpr):
     return scores
 
 
-@gluon.jit
+@gluon_jit
 def zero_accumulators(rows: gl.constexpr, width: gl.constexpr):
     """Zero accumulators [rows, columns], one for each piece of the width."""
     acc = ()
@@ -27,7 +28,7 @@ def zero_accumulators(rows: gl.constexpr, width: gl.constexpr):
     return acc
 
 
-@gluon.jit
+@gluon_jit
 def begin_pv(p, tile, acc):
     """Begin acc += p @ tile, one asynchronous wgmma per piece; p is read from the registers it is in."""
     pending = ()
@@ -37,7 +38,7 @@ def begin_pv(p, tile, acc):
     return pending
 
 
-@gluon.jit
+@gluon_jit
 def wait_accumulators(pending, LEFT: gl.constexpr = 0):
     """Wait until at most LEFT products are in flight; return the accumulators."""
     if len(pending) == 1:
@@ -46,7 +47,7 @@ def wait_accumulators(pending, LEFT: gl.constexpr = 0):
         return warpgroup_mma_wait(LEFT, deps=pending)
 
 
-@gluon.jit
+@gluon_jit
 def scale_accumulators(acc, factor):
     """Multiply accumulators by a number."""
     scaled = ()

@@ -17,6 +17,7 @@ the exponent; what is subtracted from score * factor; and the least score, as an
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.layouts import mma_layout
 from foci.backends.hopper.masking import ROWS, split_columns
+from foci.compat.gluon import gluon_jit
 
 __all__ = ["broadcast_lanes", "column_groups", "exp2_scores", "init_row_state", "read_row_max", "rescales_acc", "update_row_max"]
 
@@ -96,14 +97,14 @@ def _operands(n, parts, sums):
     return ",".join(["=f"] * sums + ["=&f"] * n + [str(i) for i in range(sums)] + ["f"] * ((parts + 6) * n))
 
 
-@gluon.jit
+@gluon_jit
 def broadcast_lanes(x, LAYOUT: gl.constexpr):
     """Broadcast values of lanes, [rows, 4], over a tile [rows, n, 4, 2]."""
     x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)), assert_trivial=True)
     return gl.expand_dims(gl.expand_dims(x, 1), 3)
 
 
-@gluon.jit
+@gluon_jit
 def column_groups(y):
     """Split a tile [rows, n, 4, 2] into its n groups of eight columns, each [rows, 4, 2]."""
     groups = (y.permute((0, 2, 3, 1)),)
@@ -122,21 +123,21 @@ def column_groups(y):
     return result
 
 
-@gluon.jit
+@gluon_jit
 def split_halves(y, LAYOUT: gl.constexpr):
     """Split a tile [rows, n, 4, 2] into its even and its odd groups of eight columns."""
     even, odd = gl.split(y.reshape([ROWS, y.shape[1] // 2, 2, 4, 2]).permute((0, 1, 3, 4, 2)))
     return gl.convert_layout(even, LAYOUT, assert_trivial=True), gl.convert_layout(odd, LAYOUT, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def lane_pair(columns, LAYOUT: gl.constexpr):
     """Split eight columns [rows, 4, 2] into two values for each lane."""
     first, second = gl.split(columns)
     return gl.convert_layout(first, LAYOUT, assert_trivial=True), gl.convert_layout(second, LAYOUT, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def init_row_state(COLUMNS: gl.constexpr):
     """`row_state` before the first tile."""
     y, column, lane = split_columns(gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS)))
@@ -146,7 +147,7 @@ def init_row_state(COLUMNS: gl.constexpr):
     return gl.full([ROWS, 4], float("-inf"), gl.float32, LAYOUT), zeros, zeros, any_score
 
 
-@gluon.jit
+@gluon_jit
 def read_row_max(row_state, COLUMNS: gl.constexpr):
     """Reference of each row, [rows]."""
     return gl.convert_layout(gl.max(row_state[0], 1), gl.SliceLayout(1, mma_layout(COLUMNS)))
@@ -158,7 +159,7 @@ def rescales_acc(acc, columns):
     return len(acc) == 1 and acc[0].shape[1] in (columns, columns // 2) and acc[0].shape[1] >= 32
 
 
-@gluon.jit
+@gluon_jit
 def update_row_max(x, acc, row_state, total, factor, EXACT: gl.constexpr):
     """Update the running row max by a tile of scores x. Returns (acc, alpha, row_state, row_sum).
 
@@ -205,7 +206,7 @@ def update_row_max(x, acc, row_state, total, factor, EXACT: gl.constexpr):
     return acc, alpha, (row_max, exp_scale, shift, threshold), total
 
 
-@gluon.jit
+@gluon_jit
 def exp2_scores(x, row_state):
     """P = exp2(score * factor - shift), with factor and shift from `row_state`."""
     y, column, lane = split_columns(x)

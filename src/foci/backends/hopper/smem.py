@@ -7,6 +7,7 @@ from foci.backends.gpu.tiles import FAR, nth_visited, sequence, tile_runs, tile_
 from foci.backends.hopper.gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, view_smem
 from foci.backends.hopper.kernel_args import KeyBounds
 from foci.backends.hopper.layouts import operand_layout, piece, pieces, smem_layout, tma_columns
+from foci.compat.gluon import gluon_jit
 
 __all__ = [
     "FAR",
@@ -47,13 +48,13 @@ class KVRing(NamedTuple):
     v_free: Any
 
 
-@gluon.jit
+@gluon_jit
 def opaque_value(x):
     """Return x as a value that the compiler cannot see through, so that it neither hoists what depends on it nor keeps that over a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def make_barriers(n: gl.constexpr, count: gl.constexpr):
     """Allocate n mbarriers, each of which completes after `count` arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
@@ -62,7 +63,7 @@ def make_barriers(n: gl.constexpr, count: gl.constexpr):
     return barriers
 
 
-@gluon.jit
+@gluon_jit
 def allocate_tiles(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, width: gl.constexpr):
     """Allocate n tiles [rows, width], as one buffer [n, rows, columns] for each power of two that the width is split into."""
     tiles = ()
@@ -71,7 +72,7 @@ def allocate_tiles(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, wid
     return tiles
 
 
-@gluon.jit
+@gluon_jit
 def tile_pieces(buffers, n):
     """View the n-th tile: a buffer for each piece of its width."""
     views = ()
@@ -80,7 +81,7 @@ def tile_pieces(buffers, n):
     return views
 
 
-@gluon.jit
+@gluon_jit
 def nth_columns(piece, i: gl.constexpr, columns: gl.constexpr):
     """View the i-th group of `columns` columns of a piece; each group is contiguous in shared memory."""
     if piece.shape[1] == columns:
@@ -91,7 +92,7 @@ def nth_columns(piece, i: gl.constexpr, columns: gl.constexpr):
         return slabs.index(i)
 
 
-@gluon.jit
+@gluon_jit
 def tma_coordinates(b, h, row, start, length, at, JAGGED: gl.constexpr):
     """TMA coordinates of column `at` in `row` of a sequence. Packed, the map is 5-D so that rows past the sequence's end are out of
     bounds."""
@@ -101,7 +102,7 @@ def tma_coordinates(b, h, row, start, length, at, JAGGED: gl.constexpr):
         return [b, h, row, at]
 
 
-@gluon.jit
+@gluon_jit
 def reshape_to_box(part, JAGGED: gl.constexpr):
     """Reshape [rows, columns] to the rank of a TMA box."""
     if JAGGED:
@@ -110,7 +111,7 @@ def reshape_to_box(part, JAGGED: gl.constexpr):
         return part.reshape([1, 1, part.shape[0], part.shape[1]])
 
 
-@gluon.jit
+@gluon_jit
 def load_pieces(source, b, h, row, start, length, barrier, tile, JAGGED: gl.constexpr):
     """Begin a TMA load of the tile at `row` of a sequence; rows past the sequence are filled with zeros."""
     columns: gl.constexpr = source.block_shape[len(source.block_shape) - 1]
@@ -126,7 +127,7 @@ def load_pieces(source, b, h, row, start, length, barrier, tile, JAGGED: gl.cons
             column = column + columns
 
 
-@gluon.jit
+@gluon_jit
 def store_pieces(target, b, h, row, start, length, tile, values, JAGGED: gl.constexpr):
     """Write values to a tile in shared memory and begin a TMA store to `row` of a sequence; rows past the sequence are not written."""
     columns: gl.constexpr = target.block_shape[len(target.block_shape) - 1]
@@ -141,7 +142,7 @@ def store_pieces(target, b, h, row, start, length, tile, values, JAGGED: gl.cons
             column = column + columns
 
 
-@gluon.jit
+@gluon_jit
 def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds: gl.constexpr, WARPS: gl.constexpr):
     """`KeyBounds` of `rows` rows from `first`, by the mask's bounds."""
     # every warp holds all rows: the reductions need no exchange between warps
@@ -158,7 +159,7 @@ def tiles_within(first, rows: gl.constexpr, b, h, q_len, kv_len, env, c, bounds:
     return KeyBounds(start, full_start, full_end, end, gl.where(last < full_start, 1, 0))
 
 
-@gluon.jit
+@gluon_jit
 def sequence_span(place, spans, size, c):
     """(q_start, q_len, kv_start, kv_len) of a task, see `triton.tiles.sequence`; a `PackedPlace` has them."""
     if c.JAGGED:
@@ -167,13 +168,13 @@ def sequence_span(place, spans, size, c):
         return sequence(spans, size, place.b, c)
 
 
-@gluon.jit
+@gluon_jit
 def tile_run(table, b, h, task, kv_len, c):
     """Tiles of keys of a task."""
     return tile_runs(table, b, h, task, kv_len, c, c.TILE_KV)
 
 
-@gluon.jit
+@gluon_jit
 def step_to_tile(table, run, i, c):
     """The i-th tile that a task visits: from the last to the first with bounds, else partial ones before full ones."""
     if c.MODE == "bounds":
@@ -190,7 +191,7 @@ def step_to_tile(table, run, i, c):
         return gl.where(i < run.part, tile, run.full_first + run.full - 1 - (i - run.part))
 
 
-@gluon.jit
+@gluon_jit
 def first_key(tile, c):
     """First key of a tile that `step_to_tile` returned."""
     if c.KEY_STARTS:
@@ -199,7 +200,7 @@ def first_key(tile, c):
         return tile_start(tile, c, c.TILE_KV)
 
 
-@gluon.jit
+@gluon_jit
 def load_q_registers(tile, c):
     """Load a query tile into registers as the left operand of wgmma, which then reads shared memory for keys alone."""
     parts = ()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from foci.backends.hopper.gluon_compat import gl, gluon
 from foci.backends.hopper.masking import ROWS, split_columns
 from foci.backends.hopper.online_softmax import broadcast_lanes, column_groups, exp2_scores, update_row_max
+from foci.compat.gluon import gluon_jit
 
 __all__ = [
     "pack_weights",
@@ -32,7 +33,7 @@ class TileSoftmax(NamedTuple):
     row_sum: Any
 
 
-@gluon.jit
+@gluon_jit
 def sum_by_thread(p):
     """Sum the columns that each thread holds; threads combine once, at the end. Written out because `gl.sum` adds in pairs from Triton 3.8
     on, which keeps more exponentials in registers."""
@@ -44,7 +45,7 @@ def sum_by_thread(p):
     return total.reshape([ROWS, 8])
 
 
-@gluon.jit
+@gluon_jit
 def softmax_tile(x, acc, row_state, row_sum, factor, c):
     """Online softmax of one tile. acc is rescaled already if `online_softmax.rescales_acc`; else the caller multiplies it by alpha."""
     acc, alpha, row_state, row_sum = update_row_max(x, acc, row_state, row_sum, factor, c.EXACT_MAX)
@@ -52,7 +53,7 @@ def softmax_tile(x, acc, row_state, row_sum, factor, c):
     return TileSoftmax(p, acc, alpha, row_state, row_sum + sum_by_thread(p))
 
 
-@gluon.jit
+@gluon_jit
 def round_weights(p, dtype: gl.constexpr, c):
     """Round weights to the operand dtype."""
     if c.DROPOUT:
@@ -62,13 +63,13 @@ def round_weights(p, dtype: gl.constexpr, c):
         return p.to(dtype)
 
 
-@gluon.jit
+@gluon_jit
 def round_weights_in_place(p, dtype: gl.constexpr, c):
     """Round weights here: a plain cast may be moved behind the next wait (it is from Triton 3.8 on)."""
     return unpack_weights(pack_weights(p, dtype, c, PURE=False), dtype)
 
 
-@gluon.jit
+@gluon_jit
 def pack_weights(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
     """Round weights to 16 bits, two to a register: carried through the loop one by one, each would take a register and two moves.
 
@@ -79,7 +80,7 @@ def pack_weights(p, dtype: gl.constexpr, c, PURE: gl.constexpr = True):
     return gl.inline_asm_elementwise("cvt.rn." + KIND + "x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=PURE, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def unpack_weights(words, dtype: gl.constexpr):
     """Inverse of `pack_weights`, without the lost precision."""
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
@@ -99,7 +100,7 @@ def _operands(n):
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
-@gluon.jit
+@gluon_jit
 def _rescale_if_needed(x, alpha):
     y, column, lane = split_columns(x)
     N: gl.constexpr = min(x.shape[1] // 2, 64)
@@ -109,7 +110,7 @@ def _rescale_if_needed(x, alpha):
     return gl.convert_layout(y.reshape([ROWS, x.shape[1]]), x.type.layout, assert_trivial=True)
 
 
-@gluon.jit
+@gluon_jit
 def rescale_acc(acc, alpha):
     """Multiply each row of the accumulators by alpha; a warp whose factors are all 1 skips it."""
     scaled = ()
@@ -118,7 +119,7 @@ def rescale_acc(acc, alpha):
     return scaled
 
 
-@gluon.jit
+@gluon_jit
 def scale_rows(acc, factor):
     """Multiply each row of the accumulators by its factor."""
     scaled = ()

@@ -15,6 +15,7 @@ from foci.backends.hopper.gluon_compat import gl, gluon, mbarrier
 from foci.backends.hopper.kernel_args import ConsumerTask, PackedPlace, PackedTask, Place, Segments, Task
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import FAR, make_barriers
+from foci.compat.gluon import gluon_jit
 
 __all__ = [
     "SLOTS",
@@ -83,20 +84,20 @@ class RoundQueryRuns(NamedTuple):
 # ---- slots ----
 
 
-@gluon.jit
+@gluon_jit
 def allocate_slots(LINES: gl.constexpr = FIELDS):
     """Allocate the slots in shared memory, LINES numbers each."""
     return gl.allocate_shared_memory(gl.int32, [SLOTS * LINES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-@gluon.jit
+@gluon_jit
 def write_slot(slots, at, numbers):
     """Write numbers to successive lines, from one warp."""
     for i in gl.static_range(len(numbers)):
         slots.index(at + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
-@gluon.jit
+@gluon_jit
 def read_slot(slots, at, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
     """Read COUNT successive numbers, in WARPS warps."""
     numbers = ()
@@ -108,7 +109,7 @@ def read_slot(slots, at, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
 # ---- tasks of the forward, which waits for the barriers itself ----
 
 
-@gluon.jit
+@gluon_jit
 def push_task(slots, n, place, run, segments, half, size, table, c):
     """Write the n-th task. half: -1 for a whole task, else which half of its consumers compute it."""
     first = n % SLOTS * FIELDS
@@ -129,19 +130,19 @@ def push_task(slots, n, place, run, segments, half, size, table, c):
     write_slot(slots, first + SPAN, place[5:])
 
 
-@gluon.jit
+@gluon_jit
 def push_end(slots, n):
     """Write that there is no n-th task."""
     write_slot(slots, n % SLOTS * FIELDS + HEAD, (-1,))
 
 
-@gluon.jit
+@gluon_jit
 def pushed_head(slots, n):
     """Head of the n-th task; -1 after the last."""
     return read_slot(slots, n % SLOTS * FIELDS + HEAD, 1)[0]
 
 
-@gluon.jit
+@gluon_jit
 def pop_task(me, slots, n, c):
     """Read the n-th task, as consumer `me` computes it."""
     at = n % SLOTS * FIELDS
@@ -162,13 +163,13 @@ def pop_task(me, slots, n, c):
 # ---- tasks of the backward ----
 
 
-@gluon.jit
+@gluon_jit
 def allocate_queue():
     """Allocate (slots, a "filled" barrier per slot, a "free" barrier per slot, at which every reader arrives)."""
     return allocate_slots(KEY_FIELDS), make_barriers(SLOTS, 1), make_barriers(SLOTS, READERS)
 
 
-@gluon.jit
+@gluon_jit
 def push_key_task(queue, n, task, runs):
     """Push the n-th task: a key tile and the query tiles that it visits."""
     slots, full, free = queue
@@ -180,7 +181,7 @@ def push_key_task(queue, n, task, runs):
     mbarrier.arrive(full.index(n % SLOTS), count=1)
 
 
-@gluon.jit
+@gluon_jit
 def push_last(queue, n):
     """Push that there is no n-th task."""
     slots, full, free = queue
@@ -189,7 +190,7 @@ def push_last(queue, n):
     mbarrier.arrive(full.index(n % SLOTS), count=1)
 
 
-@gluon.jit
+@gluon_jit
 def has_task(queue, n, WARPS: gl.constexpr):
     """Wait for the n-th slot; whether it holds a task."""
     slots, full, free = queue
@@ -197,7 +198,7 @@ def has_task(queue, n, WARPS: gl.constexpr):
     return read_slot(slots, n % SLOTS * KEY_FIELDS, 1, WARPS)[0] >= 0
 
 
-@gluon.jit
+@gluon_jit
 def pop_key_task(queue, n, c, WARPS: gl.constexpr):
     """Read the n-th task: (`Task` or `PackedTask`, `QueryRuns` or `RoundQueryRuns`)."""
     gl.static_assert(not (c.ROUND and c.JAGGED), "ROUND leaves no room in a slot for a packed sequence")
@@ -221,7 +222,7 @@ def pop_key_task(queue, n, c, WARPS: gl.constexpr):
 # ---- tickets: numbers of tasks, from a counter in device memory ----
 
 
-@gluon.jit
+@gluon_jit
 def decode_ticket(ticket, tickets, table):
     """(task, half) of a ticket. The last `table.halved` tasks have two tickets each, one for each half of their consumers."""
     halved = decode(table.halved)
@@ -237,21 +238,21 @@ def on_first_lane(instruction, packed):
     return f"{head} @first {instruction.replace('[$1]', f'[$1+{4 * TICKETS.value if packed else 0}]')}; }}"
 
 
-@gluon.jit
+@gluon_jit
 def fetch_ticket(tickets, PACKED: gl.constexpr):
     """Request the next ticket. Only the first lane gets it; the latency is paid in `broadcast_ticket`, where it is used."""
     text: gl.constexpr = on_first_lane("atom.relaxed.gpu.global.add.u32 $0, [$1], 1", PACKED)
     return gl.inline_asm_elementwise(text, "=r,l", [tickets], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def reset_counter(tickets, c):
     """Zero the ticket counter for the next kernel, after the last request of this one."""
     text: gl.constexpr = on_first_lane("st.relaxed.gpu.global.u32 [$1], $0", c.JAGGED)
     gl.inline_asm_elementwise(text, "=r,l", [tickets], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon_jit
 def broadcast_ticket(ticket):
     """Broadcast a requested ticket to all lanes."""
     return gl.inline_asm_elementwise(BROADCAST, "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1)

@@ -2,15 +2,16 @@
 """Tile scheduler of the forward: the n-th task, the tiles of keys it visits, and which of them each consumer accumulates."""
 
 from foci.backends.gpu.tiles import TaskTiles, decode, find_task_among, nth_head_task, nth_packed_place, read_task_record, sequence_at
-from foci.backends.hopper.gluon_compat import gl, gluon
+from foci.backends.hopper.gluon_compat import gl
 from foci.backends.hopper.kernel_args import PackedPlace, Place, Segments
 from foci.backends.hopper.masking import ROWS
 from foci.backends.hopper.smem import sequence_span, tile_run, tiles_within
+from foci.compat.gluon import gluon_jit
 
 __all__ = ["find_task", "plan_tiles"]
 
 
-@gluon.jit
+@gluon_jit
 def find_task(n, size, spans, table, c):
     """`Place` of the n-th task, or `PackedPlace`: a packed sequence comes with the same load.
 
@@ -41,7 +42,7 @@ def find_task(n, size, spans, table, c):
         return place
 
 
-@gluon.jit
+@gluon_jit
 def plan_tiles(place, params, c, bounds: gl.constexpr, WARPS: gl.constexpr):
     """(`TaskTiles` of the task, `Segments` of each consumer)."""
     b, h, table, env = place.b, place.h, params.table, params.env
@@ -69,7 +70,7 @@ def plan_tiles(place, params, c, bounds: gl.constexpr, WARPS: gl.constexpr):
     return run, (segments0, segments1, segments2)
 
 
-@gluon.jit
+@gluon_jit
 def split_range(top, tiles, count):
     """`Segments` of one consumer, whose rows have the `KeyBounds` `tiles`, in a run of consecutive tiles, from the last to the first."""
     has_keys = tiles.end > tiles.start
@@ -79,7 +80,7 @@ def split_range(top, tiles, count):
     return Segments(begin, full_begin, gl.where(has_keys, top - tiles.full_start, count), stop, count, tiles.narrow)
 
 
-@gluon.jit
+@gluon_jit
 def split_list(me, run, table, c):
     """Segments of one consumer in a list, partial tiles before full ones. With mask bits it skips partial tiles that hold none of its
     bits."""

@@ -4,15 +4,15 @@
 Both use programmatic dependent launch: they start while the previous kernel ends, and wait for it before they write.
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from foci.backends.gpu.math import INTERPRETED
 from foci.backends.gpu.tiles import PackedRows, clear_gaps, decode, fill_gaps, widest_gap
+from foci.compat.jit import triton_jit
 
 
-@triton.jit
+@triton_jit
 def wait_for_previous_kernel():
     """Wait until the previous kernel on the stream has ended and its writes are visible; let the next kernel start."""
     if not INTERPRETED:
@@ -20,7 +20,7 @@ def wait_for_previous_kernel():
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton_jit
 def zero_counters(counters, count):
     """Write `count` zeros."""
     wait_for_previous_kernel()
@@ -28,7 +28,7 @@ def zero_counters(counters, count):
     tl.store(counters + at, tl.zeros([1024], tl.int32), mask=at < decode(count))
 
 
-@triton.jit
+@triton_jit
 def zero_fill_gaps(out, lse, row_max, strides, size, spans, c):
     """Fill rows outside all sequences; one program per head. Usually there are none, and the first loop shows it."""
     h = tl.program_id(0)
