@@ -9,11 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import builtin
 
+from foci.compat.jit import make_decorator
 from foci.compat.lookup import find
 
 __all__ = ["HAS_ADD", "CallerContext", "begin_add", "gluon_jit", "reinterpreted"]
 
-gluon_jit = gluon.jit
+gluon_jit = make_decorator("triton.experimental.gluon._runtime.GluonJITFunction", gluon.jit)
 
 CallerContext = find(
     "triton.experimental.gluon.language._semantic.GluonCallerContext",
