@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import locked
 from foci.backends.gpu.generated import GENERATED, jit_function
-from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.compat.triton import assume_digest, digest_triton
 
 __all__ = ["compile_packed", "is_sendable", "pack"]
@@ -70,8 +69,6 @@ def compile_packed(packed: bytes) -> None:
     with suppress(Exception):
         compilation: _Compilation = pickle.loads(packed)
         assume_digest(compilation.digest)
-        function, _, constants, _ = compilation.source
-        fill_cache_keys((function, *constants.values()))
         with _as_there(compilation.environment), locked(compilation.key):
             source = compilation.source_class(*compilation.source)
             triton.compile(source, target=compilation.target, options=compilation.options)

@@ -35,7 +35,7 @@ from foci.backends.gpu.caller_waits import caller_waits
 from foci.backends.gpu.compile_subprocess import compile_packed, is_sendable, pack
 from foci.backends.gpu.kernel_store import note, restore
 from foci.backends.gpu.toolchain import wait_until_prepared
-from foci.backends.gpu.triton_cache_key import source_length
+from foci.compat.jit import called_functions
 from foci.compat.triton import COMPILE_OPTIONS, TESTED, KernelSource, async_compile_mode, kernel_source, release
 
 __all__ = [
@@ -231,7 +231,7 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
     beside = _Beside(pool, in_background or (waited_workers() if is_waited_for() else None))
     mode = _ParallelCompileMode(beside)
     token = active_mode.set(mode)
-    ordered = sorted(new, key=lambda each: (each.turn, -source_length(each.function)))
+    ordered = sorted(new, key=lambda each: (each.turn, -_code_length(each.function)))
     # workers take a moment to start, so one kernel begins here at once: a backward's, for which a training step waits longest
     here = None if in_background else next((each for each in ordered if each.turn is Turn.BACKWARD), ordered[0])
     try:
@@ -252,6 +252,11 @@ def _compile_side_by_side(new: Sequence[Waiting], active_mode: ContextVar[Any]) 
         pool.shutdown(wait=False)
         pool_ahead.shutdown(wait=False)
     mode.finish()
+
+
+def _code_length(function: Any) -> int:
+    """Bytes of Python's code of a kernel, with all that it calls: which of two kernels takes longer to compile."""
+    return sum(len(each.__code__.co_code) for each in called_functions(function.fn))
 
 
 class _ParallelCompileMode:

@@ -6,10 +6,10 @@ import hashlib
 import linecache
 from typing import Any, Final
 
-import triton
 import triton.language as tl
 
 from foci.backends.gpu import math
+from foci.compat.jit import triton_jit
 
 __all__ = ["GENERATED", "jit_function"]
 
@@ -24,4 +24,4 @@ def jit_function(name: str, source: str) -> Any:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space: dict[str, Any] = {"tl": tl, "__name__": GENERATED} | {n: getattr(math, n) for n in _NAMES}
     exec(compile(source, filename, "exec"), space)
-    return triton.jit(space[name])
+    return triton_jit(space[name])

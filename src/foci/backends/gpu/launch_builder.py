@@ -34,7 +34,6 @@ from foci.backends.gpu.launch_list import (
 )
 from foci.backends.gpu.stream_state import tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens
-from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.compat.triton import find_bottom
 
 __all__ = ["LaunchBuilder", "plain_arguments"]
@@ -155,7 +154,6 @@ class LaunchBuilder:
     def add(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Add a launch. Within `compile_in_parallel` it waits until all kernels are compiled. `between`: see `Launch`."""
         plain, queue = plain_arguments(args), waiting()
-        fill_cache_keys((function, *plain))
         run = functools.partial(self._add, _Pending(function, _plain(grid), plain, options), grid, args, between)
         launch = Waiting(function, plain, options, run)
         if queue is None:

@@ -16,7 +16,6 @@ from foci.backends.gpu.compiling import Turn, compile_in_parallel, is_new, launc
 from foci.backends.gpu.launch_builder import LaunchBuilder, plain_arguments
 from foci.backends.gpu.stream_state import free_stream
 from foci.backends.gpu.symbolic_tokens import Tokens
-from foci.backends.gpu.triton_cache_key import fill_cache_keys
 from foci.problem import Operands, Problem, Results, is_aligned
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class PrecompileBuilder(LaunchBuilder):
     def add(self, function: Any, grid: tuple[int, ...], *args: Any, between: bool = False, **options: Any) -> None:
         """Compile a kernel that will be launched."""
         plain = plain_arguments(args)
-        fill_cache_keys((function, *plain))
         launch_ahead(function, plain, options, self._turn)
 
     def finish(self, tokens: Tokens) -> None:
