@@ -77,26 +77,78 @@ def test_the_program_keeps_most_cores(cores, ranks, waited, background, monkeypa
     assert [0 if submit is None else submit.__self__._count for submit in submits] == [waited, background]
 
 
-def test_workers_of_the_background_have_a_low_priority(tmp_path):
+@pytest.mark.parametrize("kind", [compile_workers._WAITED, compile_workers._BACKGROUND])
+def test_workers_of_the_background_have_a_low_priority(kind, tmp_path):
     """Those that a caller waits for have the caller's."""
-    for kind in (compile_workers._WAITED, compile_workers._BACKGROUND):
-        said = subprocess.run(
-            [sys.executable, "-P", compile_workers._SCRIPT, str(kind.niceness)], input=job("tell", f"{tmp_path}/{kind.niceness}"), check=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.path.dirname(__file__)])}, capture_output=True,
-        ).stdout  # fmt: skip
-        assert said == b"\0\0"
-        assert (tmp_path / str(kind.niceness)).read_text() == str(os.nice(0) + kind.niceness)
-
-
-def job(function, argument):
-    """A job as a worker reads it, of a function of this module."""
-    return b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in (f"{__name__}:{function}", argument))
+    compile_workers._Pool(kind, 1).submit(tell, str(tmp_path / "told").encode()).result(60)
+    niceness, _, _ = (tmp_path / "told").read_text().split()
+    assert int(niceness) == os.nice(0) + kind.niceness
 
 
 def tell(path):
-    """Write this process's niceness to a file."""
-    with open(path, "w") as file:
-        file.write(str(os.nice(0)))
+    """A job: write a worker's niceness, its number and its parent's to a file."""
+    with open(path + b".new", "w") as file:
+        file.write(f"{os.nice(0)} {os.getpid()} {os.getppid()}")
+    os.rename(path + b".new", path)
+
+
+def tell_and_wait(paths):
+    """A job that ends once another worker has done one beside it."""
+    mine, other = paths.split(b"\n")
+    tell(mine)
+    while not os.path.exists(other):
+        time.sleep(0.01)
+
+
+def test_workers_are_forks_of_a_process_that_imported_the_compiler(tmp_path):
+    pool = compile_workers._Pool(compile_workers._WAITED, 2)
+    files = [tmp_path / name for name in "ab"]
+    for job in [pool.submit(tell_and_wait, f"{one}\n{other}".encode()) for one, other in (files, files[::-1])]:
+        job.result(60)
+    (_, one, parent), (_, other, parent_of_other) = (file.read_text().split() for file in files)
+    assert one != other
+    assert parent == parent_of_other != str(os.getpid())
+
+
+def test_a_worker_that_ends_leaves_the_others(tmp_path):
+    """Each pipe is held by its worker alone."""
+    pool = compile_workers._Pool(compile_workers._WAITED, 2)
+    lost = pool.submit(os._exit, b"")
+    with pytest.raises(OSError, match="ended"):
+        lost.result(60)
+    assert pool._running == 1
+    for name in "abc":
+        pool.submit(os.mkdir, str(tmp_path / name).encode()).result(60)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
+
+
+def test_workers_that_ended_hold_no_descriptors(pool, monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_workers, "_IDLE_SECONDS", 0.01)
+    before = set(os.listdir("/proc/self/fd"))
+    pool.submit(os.mkdir, str(tmp_path / "made").encode()).result(60)
+    wait_until_none_runs(pool)
+    deadline = time.monotonic() + 10
+    while (kept := set(os.listdir("/proc/self/fd")) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not kept
+
+
+def test_jobs_fail_where_no_pipe_can_be_opened(pool, monkeypatch):
+    """As in a process that has all the files open that it may have."""
+    opened, open_pipe = [], os.pipe
+
+    def one_pipe():
+        if opened:
+            raise OSError("too many open files")
+        opened.append(open_pipe())
+        return opened[0]
+
+    monkeypatch.setattr(os, "pipe", one_pipe)
+    with pytest.raises(OSError, match="no compile worker is left"):
+        pool.submit(os.mkdir, b"never").result(60)
+    for end in opened[0]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
 
 
 IMPORTS = """

@@ -1,11 +1,12 @@
-"""What a worker process of `compile_workers` runs. It is a script: nothing imports it.
+"""What the process runs that becomes the workers of `compile_workers`. It is a script: nothing imports it.
 
-A worker imports Triton and modules of kernels. The packages around these would import torch, which takes seconds, so here they are packages
-without code of their own.
+It imports Triton, once for all workers, which are its forks. The packages around modules of kernels would import torch, which takes
+seconds, so here they are packages without code of their own.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -26,18 +27,31 @@ def without_packages() -> None:
         sys.modules[name] = package
 
 
-def serve() -> None:
-    """Do jobs from standard input, one after another, and answer each, and the start, with a byte."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints is no answer
-    sink.write(b"\0")
-    sink.flush()
-    while header := source.read(8):
-        module, _, name = source.read(int.from_bytes(header, "little")).decode().partition(":")
-        argument = source.read(int.from_bytes(source.read(8), "little"))
-        getattr(importlib.import_module(module), name)(argument)
+def serve(jobs: int, answers: int) -> None:
+    """Do jobs from a pipe, one after another, and answer each, and the start, with a byte in another pipe."""
+    with open(jobs, "rb") as source, open(answers, "wb", buffering=0) as sink:
         sink.write(b"\0")
-        sink.flush()
+        while header := source.read(8):
+            module, _, name = source.read(int.from_bytes(header, "little")).decode().partition(":")
+            argument = source.read(int.from_bytes(source.read(8), "little"))
+            getattr(importlib.import_module(module), name)(argument)
+            sink.write(b"\0")
+
+
+def become_workers(pipes: list[int]) -> None:
+    """Fork a worker for each two descriptors of pipes, of its jobs and of its answers, and wait for their end."""
+    for place in range(0, len(pipes), 2):
+        if os.fork() == 0:
+            mine = pipes[place : place + 2]
+            for other in {*pipes} - {*mine}:  # a pipe ends when no process holds it
+                os.close(other)
+            serve(*mine)
+            os._exit(0)
+    for end in pipes:
+        os.close(end)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 if __name__ == "__main__":
@@ -45,4 +59,5 @@ if __name__ == "__main__":
     without_packages()
     with suppress(ImportError):  # Triton may not be installed
         importlib.import_module("foci.backends.gpu.compile_subprocess")  # before the first job, as it takes half of the start
-    serve()
+    gc.freeze()  # a collection would copy the memory that the workers share
+    become_workers([*map(int, sys.argv[2:])])

@@ -1,10 +1,10 @@
 """Worker processes that compile kernels: those of a call that waits for them, and in the background those of calls to come.
 
 A compiler's front end is Python, which holds the GIL: in one process kernels would be read one after another, and a program that
-computes meanwhile would be held up. Workers start at the first request, without torch, and end when they have had nothing to do for a
-minute, or with this process. Those of the background have a low priority of the operating system. `compile_worker` is what they run, by
-the interpreter that `multiprocessing.set_executable` names where Python is embedded; the main module is not imported in them, unlike in
-those of `multiprocessing`.
+computes meanwhile would be held up. Workers start at the first request, without torch, as forks of a process that has imported the
+compiler. They end when they have had nothing to do for a minute, or with this process. Those of the background have a low priority of the
+operating system. `compile_worker` is what they run, by the interpreter that `multiprocessing.set_executable` names where Python is
+embedded; the main module is not imported in them, unlike in those of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -113,37 +113,54 @@ class _Pool:
         job = Job(function, argument)
         with self._lock:
             self._jobs.put(job)
-            self._start_one()
+        self.start()
         return job
 
     def start(self) -> None:
-        """Start all workers."""
+        """Start the workers that do not run."""
         with self._lock:
-            for _ in range(self._count):
-                self._start_one()
+            missing = self._count - self._running
+            self._running = self._count
+        if missing:
+            threading.Thread(target=self._run, args=(missing,), name="foci-compile", daemon=True).start()
 
-    def _start_one(self) -> None:
-        if self._running < self._count:
-            self._running += 1
-            threading.Thread(target=self._feed, name="foci-compile", daemon=True).start()
-
-    def _feed(self) -> None:
-        """Start a worker, and give it jobs until there are none."""
-        path = os.pathsep.join(filter(None, sys.path))
+    def _run(self, count: int) -> None:
+        """Start a process that becomes some workers, have each fed, and wait for their end."""
+        pipes: list[int] = []  # of each worker: its jobs' ends to read and to write, then its answers'
         try:
+            for _ in range(2 * count):
+                pipes += os.pipe()
+            ends = [pipes[place : place + 4] for place in range(0, len(pipes), 4)]
+            theirs = [end for jobs, _, _, answers in ends for end in (jobs, answers)]
             # -P: modules beside the script have names of packages
-            command = [os.fsdecode(spawn.get_executable()), "-P", str(_SCRIPT), str(self._kind.niceness)]
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
-            ) as worker:
-                assert worker.stdin is not None
-                assert worker.stdout is not None
-                is_ready = worker.stdout.read(1)
-                while is_ready and self._next(worker.stdin, worker.stdout):
+            command = [os.fsdecode(spawn.get_executable()), "-P", str(_SCRIPT), str(self._kind.niceness), *map(str, theirs)]
+            path = os.pathsep.join(filter(None, sys.path))
+            process = subprocess.Popen(
+                command, pass_fds=theirs, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+        except Exception:
+            for end in pipes:
+                os.close(end)
+            for _ in range(count):
+                self._fail_all()
+            return
+        for end in theirs:
+            os.close(end)
+        for _, sink, source, _ in ends:
+            threading.Thread(target=self._feed, args=(sink, source), name="foci-compile", daemon=True).start()
+        process.wait()
+
+    def _feed(self, jobs: int, answers: int) -> None:
+        """Give a worker jobs until there are none."""
+        try:
+            with open(jobs, "wb") as sink, open(answers, "rb") as source:
+                is_ready = source.read(1)
+                while is_ready and self._next(sink, source):
                     pass
             if not is_ready:
                 raise BrokenPipeError("the compile worker ended")
-        except Exception:  # it could not be started, or has ended: the rest is compiled by those who wait for it
+        except Exception:  # it has ended: the rest is compiled by those who wait for it
             self._fail_all()
 
     def _next(self, sink: IO[bytes], source: IO[bytes]) -> bool:
