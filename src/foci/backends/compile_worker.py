@@ -46,7 +46,7 @@ def become_workers(pipes: list[int]) -> None:
             for other in {*pipes} - {*mine}:  # a pipe ends when no process holds it
                 os.close(other)
             serve(*mine)
-            os._exit(0)
+            return
     for end in pipes:
         os.close(end)
     with suppress(ChildProcessError):

@@ -8,7 +8,6 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.nvidia import compiler as nvidia  # noqa: E402
-from triton.runtime import cache  # noqa: E402
 
 from foci.backends.gpu import compiling, toolchain  # noqa: E402
 
@@ -24,6 +23,7 @@ def steps(monkeypatch, tmp_path):
 
     monkeypatch.setattr(toolchain, "_begun", [])
     monkeypatch.setattr(toolchain, "digest_triton", lambda: step("digest"))
+    monkeypatch.setattr(toolchain, "assume_digest", lambda digest: None)
     monkeypatch.setattr(toolchain, "ptxas_version", lambda arch: step(f"ptxas {arch}"))
     monkeypatch.setattr(toolchain, "is_empty", lambda: False)
     monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
@@ -77,24 +77,6 @@ def test_nothing_is_prepared_for_the_interpreter(steps, monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     toolchain.prepare_compiler(90)
     assert not toolchain._begun
-
-
-def test_the_digest_of_tritons_files_is_kept_until_one_of_them_changes(monkeypatch, tmp_path):
-    monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "triton_key", cache.triton_key)  # to be put back
-    package = tmp_path / "triton"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    monkeypatch.setattr(triton, "__file__", str(package / "__init__.py"))
-    computed = []
-    monkeypatch.setattr(toolchain, "digest_triton", lambda: computed.append(1) or f"digest {len(computed)}")
-    toolchain._digest()
-    assert computed == [1]
-    toolchain._digest()
-    assert (computed, cache.triton_key()) == ([1], "digest 1")
-    (package / "__init__.py").write_text("# changed")
-    toolchain._digest()
-    assert computed == [1, 1]
 
 
 def test_triton_keeps_what_is_prepared():

@@ -1,15 +1,12 @@
 """Prepares Triton's compiler in threads, while the caller imports kernels and plans.
 
-Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files, 450 MB, for its cache keys; foci keeps the
-digest on disk for as long as these files have the sizes and times of modification that they had. Triton also asks ptxas for its version,
-and loads its driver, which it compiles with the machine's C compiler if its cache is empty. Nearly all of this runs outside of the GIL. On
-a machine that has compiled nothing yet, the workers that will compile start too.
+Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files for its cache keys. It also asks ptxas for
+its version, and loads its driver, which it compiles with the machine's C compiler if its cache is empty. Nearly all of this runs outside of
+the GIL. On a machine that has compiled nothing yet, the workers that will compile start too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +15,6 @@ from typing import Final
 import torch
 import triton
 
-from foci.backends import disk
 from foci.backends.compile_workers import start_waited_workers
 from foci.backends.gpu.caller_waits import caller_waits
 from foci.backends.gpu.kernel_store import is_empty
@@ -36,7 +32,7 @@ def prepare_compiler(arch: int) -> None:
     with _lock:
         if _begun or triton.knobs.runtime.interpret:
             return
-        steps: list[Callable[[], object]] = [_digest, lambda: ptxas_version(arch)]
+        steps: list[Callable[[], object]] = [lambda: assume_digest(digest_triton()), lambda: ptxas_version(arch)]
         if torch.cuda.is_available():
             steps.append(lambda: triton.runtime.driver.active.utils)
         _begun.extend(threading.Thread(target=_try, args=(step,), name="foci-toolchain") for step in steps)
@@ -50,35 +46,6 @@ def wait_until_prepared() -> None:
     """Wait for what `prepare_compiler` began: a thread that asked for the same meanwhile would do it a second time."""
     for thread in _begun:
         thread.join()
-
-
-def _digest() -> None:
-    """Have Triton's digest of its own files at hand, from disk if it was computed from these files before."""
-    folder = disk.cache_directory("toolchain")
-    path = None if folder is None else folder / f"{_state_of_triton()}.digest"
-    kept = None if path is None else disk.read_private(path)
-    if kept:
-        assume_digest(kept.decode())
-        return
-    digest = digest_triton()
-    if digest is not None and path is not None:
-        disk.write_atomically(path, digest.encode())
-        disk.remove_oldest(path.parent, ".digest", _MOST_KEPT)
-
-
-_MOST_KEPT: Final = 1 << 16  # bytes, of some ten installations
-
-
-def _state_of_triton() -> str:
-    """A digest of the sizes and times of modification of Triton's files."""
-    root, state = os.path.dirname(triton.__file__), hashlib.sha256(triton.__version__.encode())
-    for folder, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".py", ".so")):
-                status = os.stat(os.path.join(folder, name))
-                state.update(f"{folder} {name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return state.hexdigest()
 
 
 def _try(step: Callable[[], object]) -> None:
