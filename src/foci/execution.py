@@ -115,8 +115,8 @@ def _built(decision: Decision) -> tuple[Decision, Kernel]:
         return _built(_instead(decision, error))
     taken = next(v.cost for v in decision.verdicts if v.backend == decision.plan.backend)
     for rejection in decision.rejections:
-        obstacle, declined = rejection.reason, backends.load(rejection.backend)
-        if isinstance(obstacle, Obstacle) and declined.cost(decision.problem, decision.target) < taken:
+        obstacle = rejection.reason
+        if isinstance(obstacle, Obstacle) and backends.load(rejection.backend).cost(decision.problem, decision.target) < taken:
             _warn(rejection.backend, obstacle, decision.plan)
     return decision, kernel
 

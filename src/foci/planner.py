@@ -100,6 +100,9 @@ def _decision(problem: Problem, target: Target, verdicts: list[Verdict]) -> Deci
 def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] | None) -> Verdict:
     if allowed is not None and name not in allowed:
         return Verdict(name, f"only {', '.join(allowed)} may be used here" if allowed else "no backend may be used here")
+    only = backends.only_device(name)
+    if only not in (None, target.device):
+        return Verdict(name, f"is for {only}; the tensors are on {target.device}")
     backend = backends.load(name)
     reason = backend.reject(problem, target)
     if reason is not None:
@@ -116,7 +119,7 @@ def row_kernels(device: torch.device, allowed: tuple[str, ...] | None = None) ->
         allowed: names of the backends to consider, all by default.
     """
     target = find_target(device)
-    considered = (backends.load(name) for name in backends.names() if allowed is None or name in allowed)
+    considered = (backends.load(name) for name in backends.names_on(device.type) if allowed is None or name in allowed)
     return next((kernels for one in considered if (kernels := one.row_kernels(target)) is not None), None)
 
 
@@ -130,7 +133,7 @@ def seconds_per_score(score: Expr, facts: tuple[CaptureFacts, ...], target: Targ
         target: where it would run.
         needs_backward: whether gradients are wanted.
     """
-    for one in map(backends.load, backends.names()):
+    for one in map(backends.load, backends.names_on(target.device)):
         price = one.seconds_per_score(score, facts, target, needs_backward=needs_backward)
         if price is not None:
             return price
@@ -180,5 +183,5 @@ def _inspect(device: torch.device) -> Target:
         return Target("cuda", 10 * major + minor, frozenset(_triton()))
     if device.type == "cpu":
         features = {torch.backends.cpu.get_cpu_capability().lower()}
-        return Target("cpu", 0, frozenset(features.union(*(backends.load(name).features() for name in backends.names()))))
+        return Target("cpu", 0, frozenset(features.union(*(backends.load(name).features() for name in backends.names_on(device.type)))))
     return Target(device.type)

@@ -78,6 +78,36 @@ def test_every_problem_is_planned_or_explained(name, target):
     assert decision.table().count("\n") == len(decision.verdicts) - 1
 
 
+IMPORTED = """
+import sys, torch, foci
+from foci.planner import choose
+from foci.problem import Target
+q = torch.randn(1, 2, 16, 8)
+with foci.observe() as log:
+    foci.attention(q, q, q)
+    foci.nn.MultiheadAttention(16, 2, batch_first=True)(*[torch.randn(1, 4, 16)] * 3)
+assert not any(name.startswith("foci.backends.hopper") for name in sys.modules)
+assert ("hopper", "is for cuda; the tensors are on cpu") in [(one.backend, one.reason) for one in log.calls[0].rejections]
+assert ("cpu", "is for cpu; the tensors are on cuda") in [
+    (one.backend, one.reason) for one in choose(log.calls[0].problem, Target("cuda", 90, frozenset({"triton", "triton-3.6"}))).rejections
+]
+"""
+
+
+def test_a_backend_of_another_device_is_not_imported():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", foci.backends.names())
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_backend_of_one_device_rejects_others(name, target):
+    only = foci.backends.only_device(name)
+    if only not in (None, TARGETS[target].device):
+        assert foci.backends.load(name).reject(PROBLEMS["plain"], TARGETS[target])
+    assert (name in foci.backends.names_on(TARGETS[target].device)) == (only in (None, TARGETS[target].device))
+
+
 @pytest.mark.parametrize("target", ["cpu", "elsewhere"])
 def test_plain_torch_takes_what_native_kernels_do_not(target):
     assert choose(PROBLEMS["softcap"], TARGETS[target]).plan.backend in ("blocked", "reference")

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from foci.backends.contract import Backend
 
-__all__ = ["changes", "load", "names", "register", "remembered", "unregister"]
+__all__ = ["changes", "load", "names", "names_on", "only_device", "register", "remembered", "unregister"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -25,6 +25,8 @@ _MODULES: Final[dict[str, str]] = {
     "reference": "foci.backends.reference",
 }
 """Name -> module, in the order in which equal costs are decided."""
+_ONLY_ON: Final[dict[str, str]] = {"hopper": "cuda", "cpu": "cpu"}
+"""Name -> the one kind of device that the backend runs on. For tensors elsewhere it is not imported."""
 
 _registered: dict[str, Backend] = {}
 _changes = 0
@@ -39,6 +41,21 @@ def names() -> tuple[str, ...]:
         True
     """
     return (*_registered, *_MODULES)
+
+
+def only_device(name: str) -> str | None:
+    """The one kind of device that a backend runs on, as torch names it; None where only `Backend.reject` knows."""
+    return None if name in _registered else _ONLY_ON.get(name)
+
+
+def names_on(device: str) -> tuple[str, ...]:
+    """Names of the backends that may run on a kind of device.
+
+    Example:
+        >>> "cpu" in names_on("cuda")
+        False
+    """
+    return tuple(name for name in names() if only_device(name) in (None, device))
 
 
 def changes() -> int:
