@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from foci import backends
-from foci.backends.blocked import differentiable, tiles
+from foci.backends.blocked import tiles
+from foci.backends.blocked.differentiable import differentiable
 from foci.backends.contract import Plan
 from foci.backends.reference import formula as reference
 from foci.backends.sequences import Sequence

@@ -34,7 +34,7 @@ OPTIONAL: Final = OptionalTensors._fields
 
 def formula_kernel(formula: Formula, operands: Operands) -> Results:
     """The formula in plain differentiable torch operations: forward-mode AD and second derivatives go through it."""
-    from foci.backends.blocked import differentiable
+    from foci.backends.blocked.differentiable import differentiable
     from foci.backends.paged_gather import gathered, paged_results
     from foci.backends.reference import formula as plain
 

@@ -6,35 +6,16 @@ Gradients follow from the derivatives that `foci.ir.derivative` derives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from foci.backends.blocked.backward import backward
-from foci.backends.blocked.differentiable import differentiable
-from foci.backends.blocked.forward import forward, forward_single, is_single
 from foci.backends.causal import is_causal
 from foci.backends.contract import Backend, Kernel, Plan
 from foci.backends.paged_gather import Gathered, jagged_plan
 from foci.backends.sequences import shapeless_weights
 from foci.ir.expr import const
-from foci.problem import Cotangents, Formula, Gradients, Layout, Operands, Outputs, Problem, Results, Target
+from foci.problem import Formula, Layout, Outputs, Problem, Target
 
-__all__ = ["BACKEND", "differentiable"]
-
-
-@dataclass(frozen=True)
-class _Kernel(Kernel):
-    problem: Problem
-    may_be_single: bool
-
-    def forward(self, operands: Operands, /) -> Results:
-        if self.may_be_single and is_single(operands):
-            return forward_single(operands, self.problem.formula)
-        return forward(operands, self.problem.formula)
-
-    def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
-        return backward(operands, self.problem, results, cotangents)
+__all__ = ["BACKEND"]
 
 
 class _Blocked(Backend):
@@ -57,9 +38,11 @@ class _Blocked(Backend):
     def build(self, plan: Plan, /) -> Kernel:
         if plan.problem.formula.layout is Layout.PAGED:
             return Gathered(plan, self.build(jagged_plan(plan)))
+        from foci.backends.blocked.kernel import BlockedKernel
+
         formula = plan.problem.formula
         simple = Formula(formula.variant, outputs=Outputs(lse=formula.outputs.lse))
-        return _Kernel(plan.problem, formula == simple and formula.variant.mask is not const(False))
+        return BlockedKernel(plan.problem, formula == simple and formula.variant.mask is not const(False))
 
 
 BACKEND = _Blocked()
