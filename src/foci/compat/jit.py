@@ -1,7 +1,7 @@
-"""Decorators of the functions that kernels are made of. Their functions are Triton's, with two differences that first calls wait less for.
+"""Decorators of the functions that kernels are made of. The functions are Triton's with two differences, which shorten first calls.
 
-- **A source is read late.** Triton reads and tokenizes the source of every function of a module as it is imported; a problem needs about
-  half of them. Here that happens when something first asks for it. The text is the one that was imported, though its file changes.
+- **A source is read late.** Triton reads and tokenizes the source of every function of a module as the module is imported; a problem needs
+  about half of them. Here that happens when something first asks for it. The text is the one that was imported, though its file changes.
 - **A cache key is made without parsing.** Triton makes the key of a kernel from the syntax trees of all functions that it calls. Here it is
   made from the text of the modules that have these functions, and from the constants that these read. Triton's key also depends on which
   functions were asked for theirs before, and a kernel with two keys is compiled twice.

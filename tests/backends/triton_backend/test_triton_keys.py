@@ -1,8 +1,10 @@
 """A kernel has one key in Triton's cache: in every process, whatever was compiled before it."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 import pytest
@@ -12,6 +14,8 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 
 from triton.language import constexpr
 from triton.runtime.jit import JITCallable
+
+import foci
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no keys")
 
@@ -58,6 +62,11 @@ def functions():
     space = {}
     exec(PROGRAM, space)
     return [each for each in space["all_functions"]() if each.fn.__module__ in sys.modules]
+
+
+def test_functions_of_kernels_have_the_decorators_of_foci():
+    source = Path(foci.__file__).parent
+    assert [path for path in source.rglob("*.py") if re.search(r"^ *@(triton|gluon)[.]jit", path.read_text(), re.MULTILINE)] == []
 
 
 def find(functions, module, name="attention_forward"):
