@@ -1,10 +1,12 @@
 """Worker processes of the compiler: jobs are done elsewhere, a worker's end fails none silently, and idle workers end."""
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import spawn
 
@@ -150,6 +152,54 @@ def test_jobs_fail_where_no_pipe_can_be_opened(pool, monkeypatch):
     for end in opened[0]:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_jobs_do_not_wait_for_threads_that_the_system_refuses(started, pool, monkeypatch, tmp_path):
+    """The thread that starts workers, and one that feeds each, of two."""
+    pool._count, begun, start = 2, [], threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "foci-compile" and len(begun) == started:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        job = pool.submit(os.mkdir, str(tmp_path / "first").encode())
+        if started < 2:
+            with pytest.raises(OSError, match="no compile worker is left"):
+                job.result(60)
+        else:
+            job.result(60)  # by the one that is fed
+            wait_until_few_run(pool, 1)
+    pool.submit(os.mkdir, str(tmp_path / "second").encode()).result(60)
+    assert (tmp_path / "second").is_dir()
+
+
+CLOSED = """
+import os, sys
+for descriptor in map(int, sys.argv[2:]):
+    os.close(descriptor)
+from foci.backends import compile_workers
+pool = compile_workers._Pool(compile_workers._WAITED, 2)
+for number in range(3):
+    pool.submit(os.mkdir, f"{sys.argv[1]}/{number}".encode()).result(60)
+"""
+
+
+@pytest.mark.parametrize("closed", ["0", "0 1", "0 1 2", "1"])
+def test_workers_of_a_program_without_standard_streams(closed, tmp_path):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CLOSED, str(tmp_path), *closed.split()], timeout=100, check=False)
+    assert done.returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+
+
+def test_a_function_without_a_name_is_refused(pool):
+    with pytest.raises(AttributeError):
+        pool.submit(functools.partial(os.mkdir), b"never")
+    assert pool._running == 0
 
 
 IMPORTS = """

@@ -2,11 +2,13 @@
 Keys of foci's kernels: `tests/backends/triton_backend/test_triton_keys.py`."""
 
 import importlib.util
+import itertools
 import linecache
 import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,8 +18,10 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 
 import triton
 from triton.experimental import gluon
+from triton.runtime import jit as runtime
 from triton.runtime.jit import JITFunction
 
+from foci.backends.gpu.generated import jit_function
 from foci.compat import jit
 from foci.compat.gluon import gluon_jit
 from foci.compat.jit import triton_jit
@@ -74,12 +78,6 @@ def test_a_source_that_cannot_be_read_is_an_error_each_time():
     for _ in range(2):
         with pytest.raises((OSError, ValueError)):
             function.src  # noqa: B018
-    text = "def unread(x):\n    pass\n"
-    linecache.cache["<no such file>"] = (len(text), None, text.splitlines(keepends=True), "<no such file>")
-    try:
-        assert function.src == text
-    finally:
-        del linecache.cache["<no such file>"]
 
 
 def test_threads_read_it_once(monkeypatch):
@@ -132,12 +130,15 @@ def kernel(x):
 def modules(tmp_path, monkeypatch):
     """A function that writes and imports three modules, and gives the last one's kernel."""
 
+    writes = itertools.count(1)
+
     def make(helper=HELPER, called=CALLED, kernel=KERNEL, folder="first"):
         (tmp_path / folder).mkdir(exist_ok=True)
         for name, text in (("helper", helper), ("called", called), ("kernel", kernel)):
             path = tmp_path / folder / f"{name}_of_test.py"
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
+                os.utime(path, (writes.__next__(),) * 2)  # long before this process began
             spec = importlib.util.spec_from_file_location(f"foci.{path.stem}", path)
             module = importlib.util.module_from_spec(spec)
             monkeypatch.setitem(sys.modules, spec.name, module)
@@ -196,6 +197,76 @@ def test_a_module_that_is_reloaded_has_its_new_text(modules, tmp_path):
     assert module.kernel.src.endswith("return called(x) / FACTOR\n")
 
 
+def test_a_function_that_is_held_while_its_module_is_reloaded_has_its_old_text(modules, tmp_path):
+    """Read late, at its old lines, it would be another function of the new text."""
+    expected = modules(folder="another").cache_key
+    kernel = modules()
+    path, module = tmp_path / "first" / "called_of_test.py", sys.modules["foci.called_of_test"]
+    held = kernel.fn.__globals__["called"]
+    path.write_text(CALLED.replace("@triton_jit", "@triton_jit\ndef zero(x):\n    return x\n@triton_jit"))
+    sys.modules["foci.called_of_test"].__spec__.loader.exec_module(module)
+    assert module.called is not held
+    assert held.src == "def called(x):\n    return x + ADDED\n"
+    assert kernel.cache_key == expected
+
+
+def test_a_source_does_not_need_what_linecache_holds(modules):
+    kernel = modules()
+    made = jit_function("score", "def score(x):\n    return x\n")
+    linecache.clearcache()
+    assert made.src == "def score(x):\n    return x\n"
+    assert kernel.src == "def kernel(x):\n    place = Place()\n    return called(x) * FACTOR\n"
+    assert not linecache.cache  # nothing is left there
+
+
+def test_a_module_that_was_written_after_its_import_gives_keys_of_this_process_alone(modules, monkeypatch):
+    """A text that is read later than its module, as that of one without kernels, may not be what runs."""
+    keys = []
+    for process in ("one", "another"):
+        monkeypatch.setattr(jit, "_THIS_PROCESS", process)
+        monkeypatch.setattr(jit, "BEGAN", 0)
+        keys.append(modules(folder=process).cache_key)
+    assert keys[0] != keys[1]
+
+
+def test_a_class_of_a_module_that_was_imported_again_gives_keys_of_this_process_alone(modules, monkeypatch):
+    keys = []
+    for process in ("one", "another"):
+        monkeypatch.setattr(jit, "_THIS_PROCESS", process)
+        kernel = modules(folder=process)
+        sys.modules["foci.helper_of_test"].Place = type("Place", (), {})
+        keys.append(kernel.cache_key)
+    assert keys[0] != keys[1]
+
+
+def test_triton_refuses_a_kernel_whose_constants_have_changed(modules):
+    kernel = modules()
+    kernel.cache_key  # noqa: B018
+    named = {name: value for (name, _), (value, _) in kernel.used_global_vals.items()}
+    assert {name: value.value for name, value in named.items()} == {"FACTOR": 2, "ADDED": 1}
+
+
+def test_another_thread_sees_all_parameters(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(runtime.KernelParam):
+        def __init__(self, *args, **options):
+            begun.set()
+            go_on.wait(10)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(runtime, "KernelParam", Slow)
+    function = triton_jit(plain)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(lambda: function.src)
+        begun.wait(10)
+        second = pool.submit(lambda: [parameter.name for parameter in function.params])
+        time.sleep(0.05)
+        go_on.set()
+        first.result(10)
+        assert second.result(10) == ["x_ptr", "SIZE"]
+
+
 def test_text_of_which_it_is_not_known_whether_it_runs_gives_keys_of_this_process_alone(modules, monkeypatch):
     """A kernel's module is imported again, and a module that it names, of which nobody heard, has changed."""
     keys = []
@@ -208,6 +279,7 @@ def test_text_of_which_it_is_not_known_whether_it_runs_gives_keys_of_this_proces
 
 UNREAD = """
 import gc
+from triton.runtime import jit as runtime
 from triton.runtime.jit import JITFunction
 import foci.backends.hopper.kernel, foci.backends.gpu.kernel, foci.backends.gpu.mend
 from foci.backends.gpu import backward, decode, forward

@@ -9,6 +9,7 @@ embedded; the main module is not imported in them, unlike in those of `multiproc
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import subprocess
@@ -48,7 +49,7 @@ class Job(Future[Any]):
 
     def __init__(self, function: Callable[[bytes], None], argument: bytes) -> None:
         super().__init__()
-        self.function = function
+        self.name = f"{function.__module__}:{function.__qualname__}".encode()
         self.argument = argument
 
 
@@ -122,14 +123,23 @@ class _Pool:
             missing = self._count - self._running
             self._running = self._count
         if missing:
-            threading.Thread(target=self._run, args=(missing,), name="foci-compile", daemon=True).start()
+            self._begin(missing, self._run, missing)
+
+    def _begin(self, count: int, target: Callable[..., None], *args: int) -> bool:
+        """Start a thread on which a number of workers depend. If the system allows none, they do not run."""
+        try:
+            threading.Thread(target=target, args=args, name="foci-compile", daemon=True).start()
+        except RuntimeError:
+            self._fail(count)
+            return False
+        return True
 
     def _run(self, count: int) -> None:
         """Start a process that becomes some workers, have each fed, and wait for their end."""
-        pipes: list[int] = []  # of each worker: its jobs' ends to read and to write, then its answers'
+        pipes: list[int] = []  # of each worker the ends of its jobs, to read and to write, and of its answers
         try:
             for _ in range(2 * count):
-                pipes += os.pipe()
+                _open_pipe(pipes)
             ends = [pipes[place : place + 4] for place in range(0, len(pipes), 4)]
             theirs = [end for jobs, _, _, answers in ends for end in (jobs, answers)]
             # -P: modules beside the script have names of packages
@@ -140,15 +150,13 @@ class _Pool:
                 env={**os.environ, "PYTHONPATH": path},
             )  # fmt: skip
         except Exception:
-            for end in pipes:
-                os.close(end)
-            for _ in range(count):
-                self._fail_all()
+            _close(*pipes)
+            self._fail(count)
             return
-        for end in theirs:
-            os.close(end)
-        for _, sink, source, _ in ends:
-            threading.Thread(target=self._feed, args=(sink, source), name="foci-compile", daemon=True).start()
+        _close(*theirs)
+        for _, jobs, answers, _ in ends:
+            if not self._begin(1, self._feed, jobs, answers):
+                _close(jobs, answers)
         process.wait()
 
     def _feed(self, jobs: int, answers: int) -> None:
@@ -161,7 +169,7 @@ class _Pool:
             if not is_ready:
                 raise BrokenPipeError("the compile worker ended")
         except Exception:  # it has ended: the rest is compiled by those who wait for it
-            self._fail_all()
+            self._fail(1)
 
     def _next(self, sink: IO[bytes], source: IO[bytes]) -> bool:
         """Have one job done; False if there was none for long."""
@@ -176,8 +184,7 @@ class _Pool:
         if not job.set_running_or_notify_cancel():
             return True
         try:
-            name = f"{job.function.__module__}:{job.function.__qualname__}".encode()
-            for part in (name, job.argument):
+            for part in (job.name, job.argument):
                 sink.write(len(part).to_bytes(8, "little") + part)
             sink.flush()
             if not source.read(1):
@@ -188,10 +195,27 @@ class _Pool:
         job.set_result(None)
         return True
 
-    def _fail_all(self) -> None:
+    def _fail(self, count: int) -> None:
+        """Note that workers have ended. Without any, the jobs that wait fail."""
         with self._lock:
-            self._running -= 1
+            self._running -= count
             while not self._running and not self._jobs.empty():
                 job = self._jobs.get()
                 if job.set_running_or_notify_cancel():
                     job.set_exception(BrokenPipeError("no compile worker is left"))
+
+
+def _open_pipe(ends: list[int]) -> None:
+    """Add the ends of a pipe. They are not those of standard streams, of which a program may have closed some: another process would have
+    its own there."""
+    opened = os.pipe()
+    try:
+        for end in opened:
+            ends.append(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3))  # noqa: PERF401  # those that there are, if one cannot be made
+    finally:
+        _close(*opened)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

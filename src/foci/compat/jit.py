@@ -18,15 +18,16 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import triton
 from triton.language import constexpr
 
-from foci.compat.lookup import find
+from foci.compat.lookup import BEGAN, find
 
-__all__ = ["called_functions", "make_decorator", "triton_jit"]
+__all__ = ["called_functions", "has_own_keys", "make_decorator", "triton_jit"]
 
 _OF_FUNCTION: Final = ("__name__", "__qualname__", "__module__", "__doc__", "__globals__")
 """What Triton's constructor copies from a function, and Python asks of it by names that `__getattr__` is not asked for."""
@@ -36,7 +37,7 @@ class _LateFunction:
     """Mixed into Triton's class of functions. Its constructor runs when an attribute is asked for that only the constructor sets."""
 
     def __init__(self, fn: FunctionType, **options: Any) -> None:
-        _keep_texts(fn)
+        setattr(fn, _TEXT, _keep_texts(fn))
         self.fn = fn
         self._options: dict[str, Any] | None = options
         self._construction = threading.RLock()
@@ -45,19 +46,42 @@ class _LateFunction:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_construction" not in self.__dict__:
             raise AttributeError(name)
+        self._construct()
+        return object.__getattribute__(self, name)
+
+    def _construct(self) -> None:
         with self._construction:
             if self._options is not None:
                 options, self._options = self._options, None
                 try:
-                    super().__init__(self.fn, **options)  # type: ignore[call-arg]
+                    with _as_imported(self.fn):
+                        super().__init__(self.fn, **options)  # type: ignore[call-arg]
                 except BaseException:
                     self._options = options
                     raise
-        return object.__getattribute__(self, name)
+
+    @property
+    def params(self) -> Any:
+        """The parameters. Triton's constructor fills the list one by one: another thread waits until all are there."""
+        with self._construction:
+            self._construct()
+            return self.__dict__["params"]
+
+    @params.setter
+    def params(self, value: Any) -> None:
+        self.__dict__["params"] = value
 
     @functools.cached_property
     def cache_key(self) -> str:
         """A digest of all Python that decides what this function compiles to. A kernel's key has arguments and compiler besides."""
+        self._construct()
+        # those that Triton compares at a launch, to refuse a kernel whose constants have changed
+        self.used_global_vals = {
+            (name, id(each.__globals__)): (value, each.__globals__)
+            for each in called_functions(self.fn)
+            for name, value in _globals_read(each)
+            if isinstance(value, constexpr)
+        }
         return _digest(self.fn)
 
 
@@ -68,7 +92,9 @@ def make_decorator(path: str, decorator: Callable[..., Any]) -> Callable[..., An
         path: of the class that Triton's decorator makes instances of; where Triton has no such class, its decorator is returned.
         decorator: Triton's.
     """
-    base = find(path, without="reads the sources of all kernels as they are imported, and may compile one twice", seen=("3.6", "3.9"))
+    base = find(
+        path, without="reads the sources of all kernels as they are imported, and compiles none in other processes", seen=("3.6", "3.9")
+    )
     if base is None:
         return decorator
     made: Any = type(base.__name__, (_LateFunction, base), {})
@@ -79,47 +105,77 @@ def make_decorator(path: str, decorator: Callable[..., Any]) -> Callable[..., An
     return decorate
 
 
+def has_own_keys(function: Any) -> bool:
+    """Whether a function's cache key is the one made here, which is the same in every process."""
+    return isinstance(function, _LateFunction)
+
+
 triton_jit = triton.jit if triton.knobs.runtime.interpret else make_decorator("triton.runtime.jit.JITFunction", triton.jit)
 
 
 class _Text(NamedTuple):
     """A module's text, as it was imported."""
 
+    lines: list[str]
     digest: str
     written: tuple[int, int] | None  # time of modification in ns, and bytes
     space: dict[str, Any]  # the module's globals
 
 
+_TEXT: Final = "_foci_text"
+"""The attribute of a kernel's function that holds its module's text."""
 _texts: Final[dict[str, _Text]] = {}
-"""Texts of modules by file."""
+"""Texts of modules by file, as they were last imported."""
 _THIS_PROCESS: Final = uuid.uuid4().hex
+"""In place of the digest of a text of which it is not known whether it is what runs here: no other process has such a key."""
+_lines: Final = threading.RLock()
 
 
-def _keep_texts(function: FunctionType) -> None:
+@contextmanager
+def _as_imported(function: FunctionType) -> Iterator[None]:
+    """`inspect` reads the text of the function's module that was imported, whatever has become of the file and of `linecache` since."""
+    file, text = function.__code__.co_filename, getattr(function, _TEXT)
+    with _lines:
+        before = linecache.cache.get(file)
+        linecache.cache[file] = (sum(map(len, text.lines)), None, text.lines, file)  # None: the file is not looked at
+        try:
+            yield
+        finally:
+            if before is None:
+                linecache.cache.pop(file, None)
+            else:
+                linecache.cache[file] = before
+
+
+def _keep_texts(function: FunctionType) -> _Text:
     """Keep the text of a function's module, and of foci's modules that it names, as they are imported. In a module that is imported again,
     text that changed since is kept anew."""
     file, space = function.__code__.co_filename, function.__globals__
     known = _texts.get(file)
     if known is None:
-        _keep_text(file, space)
-    elif (known.space is not space or function.__name__ in space) and known.written != _written(file):
-        _keep_text(file, space)
+        return _keep_text(file, space)
+    if (known.space is not space or function.__name__ in space) and known.written != _written(file):
+        known = _keep_text(file, space)
         for name in _named_files(space):
             if _texts[name].written != _written(name):  # whether that was imported again too is not known
                 _texts[name] = _texts[name]._replace(digest=_THIS_PROCESS)
+    return known
 
 
-def _keep_text(file: str, space: dict[str, Any]) -> None:
-    """Keep a text where `inspect` reads it, and its digest here."""
+def _keep_text(file: str, space: dict[str, Any]) -> _Text:
     written = _written(file)
-    if written is not None:
+    if written is None:
+        lines = linecache.getlines(file, space)
+    else:
         with open(file, encoding="utf-8") as text:
-            linecache.cache[file] = (written[1], None, text.readlines(), file)  # None: it is not read again when the file changes
-    lines = linecache.getlines(file, space)
-    _texts[file] = _Text(hashlib.sha256("".join(lines).encode()).hexdigest(), written, space)
+            lines = text.readlines()
+    kept = _texts[file] = _Text(lines, hashlib.sha256("".join(lines).encode()).hexdigest(), written, space)
     for name, named in _named_files(space).items():
         if name not in _texts:
-            _keep_text(name, named)
+            other = _keep_text(name, named)
+            if other.written is not None and other.written[0] >= BEGAN:  # it was imported before, and may have been another text
+                _texts[name] = other._replace(digest=_THIS_PROCESS)
+    return kept
 
 
 def _named_files(space: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -146,20 +202,28 @@ def _is_own(module: str) -> bool:
 
 def _digest(function: FunctionType) -> str:
     """A digest of a function's name, of the texts of all modules that it reaches, and of the constants that it reads."""
-    files, constants = {}, set()
+    texts, constants = set(), set()
     for each in called_functions(function):
-        files[each.__module__, each.__code__.co_filename] = each.__globals__
+        texts.add((each.__module__, _digest_text(each)))
         for name, value in _globals_read(each):
             if isinstance(value, constexpr | int | float | str | tuple | None):
                 constants.add((each.__module__, name, repr(value)))
             elif isinstance(value, type) and _is_own(value.__module__):
-                space = vars(sys.modules[value.__module__])
-                files[value.__module__, space["__file__"]] = space
-    for (_, file), space in files.items():
-        if file not in _texts:
-            _keep_text(file, space)
-    texts = [_texts[file].digest for _, file in sorted(files)]
-    return hashlib.sha256(repr((function.__module__, function.__qualname__, texts, sorted(constants))).encode()).hexdigest()
+                texts.add((value.__module__, _digest_text(value)))
+    found = (function.__module__, function.__qualname__, sorted(texts), sorted(constants))
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _digest_text(value: FunctionType | type) -> str:
+    """The digest of the text that a function or a class was imported from."""
+    own = vars(value).get(_TEXT)
+    if own is not None:
+        return str(own.digest)
+    module = sys.modules[value.__module__]
+    if "." not in value.__qualname__ and _plain(vars(module).get(value.__name__)) is not value:
+        return _THIS_PROCESS  # the module was imported again since
+    file = str(module.__file__)
+    return (_texts.get(file) or _keep_text(file, vars(module))).digest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -167,11 +231,17 @@ def called_functions(function: FunctionType) -> tuple[FunctionType, ...]:
     """Functions of foci that a function calls, directly or not, with itself: of kernels, and such as run while these compile."""
     found, begun = {function}, [function]
     while begun:
-        values = [inspect.unwrap(getattr(value, "fn", value)) for _, value in _globals_read(begun.pop())]
-        new = {value for value in values if isinstance(value, FunctionType) and _is_own(value.__module__)} - found
+        read = [value for _, value in _globals_read(begun.pop())]
+        methods = [method for value in read if isinstance(value, type) and _is_own(value.__module__) for method in vars(value).values()]
+        new = {value for value in map(_plain, (*read, *methods)) if isinstance(value, FunctionType) and _is_own(value.__module__)} - found
         found |= new
         begun.extend(new)
     return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    """The function under Triton's decorators."""
+    return inspect.unwrap(getattr(value, "fn", value))
 
 
 def _globals_read(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-__all__ = ["NAMES", "PrivateName", "find", "find_first", "is_taken_away"]
+__all__ = ["BEGAN", "NAMES", "PrivateName", "find", "find_first", "is_taken_away"]
 
 
 class PrivateName(NamedTuple):
@@ -26,6 +27,8 @@ class PrivateName(NamedTuple):
     """Whether the installed release has it."""
 
 
+BEGAN: Final = time.time_ns()
+"""When this module, one of foci's first, was imported."""
 _names: Final[dict[str, PrivateName]] = {}
 NAMES: Final[Mapping[str, PrivateName]] = MappingProxyType(_names)
 """Each name looked up so far, by its path."""

@@ -13,19 +13,20 @@ from triton.runtime import driver
 
 from foci.backends.gpu import compiling
 from foci.backends.gpu.launch_builder import LaunchBuilder
+from foci.compat.jit import triton_jit
 
 
-@triton.jit
+@triton_jit
 def first_kernel(x, n: tl.constexpr):
     tl.store(x + tl.arange(0, 16), n)
 
 
-@triton.jit
+@triton_jit
 def second_kernel(x, n: tl.constexpr):
     tl.store(x + tl.arange(0, 16), n + 1)
 
 
-@triton.jit
+@triton_jit
 def wrong_kernel(x, n: tl.constexpr):
     tl.static_assert(n > 100, "of no use")
 

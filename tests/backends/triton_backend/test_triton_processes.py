@@ -137,6 +137,15 @@ def test_a_backward_compiles_here_and_its_forward_in_workers(hits):
     assert sorted(hits) == [("backward", False), ("forward", True), ("other", True)]
 
 
+@pytest.mark.usefixtures("workers")
+def test_a_kernel_with_a_key_of_tritons_is_not_sent(hits):
+    """Another process may make another key of it, under which this one would not find it."""
+    with compile_in_parallel():
+        launch(second_kernel)  # compiles here, as the longest
+        launch(triton.jit(first_kernel.fn))
+    assert sorted(hits) == [("first_kernel", False), ("second_kernel", False)]
+
+
 @pytest.mark.parametrize("variable", ["TRITON_ALWAYS_COMPILE", "MLIR_ENABLE_DIAGNOSTICS"])
 def test_nothing_is_sent_where_triton_is_asked_for_something_of_its_own(hits, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")

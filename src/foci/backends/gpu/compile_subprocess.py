@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from foci.backends.compile_lock import locked
 from foci.backends.gpu.generated import GENERATED, jit_function
+from foci.compat.jit import has_own_keys
 from foci.compat.triton import assume_digest, digest_triton
 
 __all__ = ["compile_packed", "is_sendable", "pack"]
@@ -41,13 +42,14 @@ class _Compilation(NamedTuple):
     digest: str | None  # of Triton's files
 
 
-def is_sendable(asked: Mapping[str, str]) -> bool:
-    """Whether another process may compile.
+def is_sendable(function: Any, asked: Mapping[str, str]) -> bool:
+    """Whether another process may compile a kernel, and this one finds it.
 
     Args:
+        function: of the kernel.
         asked: debugging options of Triton's compiler from the environment. Output of another process would not be seen.
     """
-    return not asked and not knobs.compilation.always_compile
+    return has_own_keys(function) and not asked and not knobs.compilation.always_compile
 
 
 def pack(src: Any, target: Any, options: Mapping[str, Any], key: str) -> bytes:

@@ -388,10 +388,12 @@ def _compile_inputs(compile_it: Callable[..., Any]) -> dict[str, Any]:
 
 def _sent(submit: Submit | None, made_of: dict[str, Any], key: str) -> Future[Any] | None:
     """Start the compilation in another process; None if there is none, or it cannot be sent there."""
-    if submit is None or not made_of.keys() >= {"src", "target", "options", "env_vars"} or not is_sendable(made_of["env_vars"]):
+    if submit is None or not made_of.keys() >= {"src", "target", "options", "env_vars"}:
         return None
+    src = made_of["src"]
     with suppress(Exception):  # it cannot be pickled, or no process is left
-        return submit(compile_packed, pack(made_of["src"], made_of["target"], made_of["options"].__dict__, key))
+        if is_sendable(src.fn, made_of["env_vars"]):
+            return submit(compile_packed, pack(src, made_of["target"], made_of["options"].__dict__, key))
     return None
 
 
