@@ -25,6 +25,7 @@ from foci.backends.gpu import compiling
 from foci.backends.gpu.compile_subprocess import compile_packed, pack
 from foci.backends.gpu.compiling import compile_in_parallel, launch_ahead
 from foci.backends.gpu.generated import jit_function
+from foci.compat.jit import triton_jit
 
 
 @pytest.fixture
@@ -137,13 +138,16 @@ def test_a_backward_compiles_here_and_its_forward_in_workers(hits):
     assert sorted(hits) == [("backward", False), ("forward", True), ("other", True)]
 
 
-@pytest.mark.usefixtures("workers")
-def test_a_kernel_with_a_key_of_tritons_is_not_sent(hits):
+@pytest.mark.parametrize(("decorator", "is_sent"), [(triton_jit, True), (triton.jit, False)], ids=["foci's", "Triton's"])
+@pytest.mark.usefixtures("hits", "workers")
+def test_a_kernel_with_a_key_of_tritons_is_not_sent(decorator, is_sent, monkeypatch):
     """Another process may make another key of it, under which this one would not find it."""
+    sent = []
+    monkeypatch.setattr(compiling, "waited_workers", lambda: lambda function, packed: sent.append(function))
     with compile_in_parallel():
         launch(second_kernel)  # compiles here, as the longest
-        launch(triton.jit(first_kernel.fn))
-    assert sorted(hits) == [("first_kernel", False), ("second_kernel", False)]
+        launch(decorator(first_kernel.fn))
+    assert sent == [compile_packed] * is_sent
 
 
 @pytest.mark.parametrize("variable", ["TRITON_ALWAYS_COMPILE", "MLIR_ENABLE_DIAGNOSTICS"])
