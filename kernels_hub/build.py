@@ -47,7 +47,7 @@ REWRITES = (
     ("backends/__init__.py", '"foci.backends.', '__name__ + ".'),
     ("ir/function_fingerprint.py", 'startswith("foci.")', 'startswith(__name__.partition(".")[0] + ".")'),
     # A process of its own cannot import the build by name: kernels are compiled in this one, and the check loads the build from its folder.
-    ("backends/gpu/compile_subprocess.py", "return not asked and not knobs.compilation.always_compile", "return False"),
+    ("backends/gpu/compile_subprocess.py", "return has_own_keys(function) and not asked", "return False and not asked"),
     ("backends/self_check.py", "from foci import check_kernels", "check_kernels = load(sys.argv[3])"),
     ("backends/self_check.py", "\nimport json, os, sys\n", "\nimport importlib, importlib.util, json, os, sys\n" + '''
 

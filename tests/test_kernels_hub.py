@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,29 @@ def test_what_the_build_leaves_out(folder):
 
 def test_an_equal_source_gives_an_equal_name(folder, tmp_path):
     assert BUILD["build"](tmp_path / "again") == json.loads((folder / "metadata.json").read_text())["id"]
+
+
+KEYS = """
+import importlib, importlib.util, sys
+folder, namespace = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(namespace, folder + "/__init__.py")
+module = sys.modules[namespace] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+forward = importlib.import_module(namespace + ".backends.gpu.forward").attention_forward
+jit = importlib.import_module(namespace + ".compat.jit")
+modules = {function.__module__ for function in jit.called_functions(forward.fn)}
+assert modules >= {f"{namespace}.backends.gpu.{name}" for name in ("forward", "tiles")}, modules
+assert not any(name.startswith("foci.") for name in sys.modules)
+print(forward.cache_key)
+"""
+
+
+def test_keys_of_kernels_are_of_all_that_they_call(folder):
+    """The package has another name there."""
+    pytest.importorskip("triton.experimental.gluon", reason="needs a Triton with Gluon")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has no keys")
+    command = [sys.executable, "-W", "ignore", "-c", KEYS, str(folder), json.loads((folder / "metadata.json").read_text())["id"]]
+    done = [subprocess.run(command, capture_output=True, text=True, timeout=300, check=False) for _ in range(2)]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert done[0].stdout == done[1].stdout

@@ -29,6 +29,7 @@ from foci.compat.lookup import BEGAN, find
 
 __all__ = ["called_functions", "has_own_keys", "make_decorator", "triton_jit"]
 
+_PACKAGE: Final = __name__.partition(".")[0] + "."
 _OF_FUNCTION: Final = ("__name__", "__qualname__", "__module__", "__doc__", "__globals__")
 """What Triton's constructor copies from a function, and Python asks of it by names that `__getattr__` is not asked for."""
 
@@ -197,7 +198,7 @@ def _written(file: str) -> tuple[int, int] | None:
 
 
 def _is_own(module: str) -> bool:
-    return module.startswith("foci.")
+    return module.startswith(_PACKAGE)
 
 
 def _digest(function: FunctionType) -> str:

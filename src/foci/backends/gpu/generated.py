@@ -13,7 +13,7 @@ from foci.compat.jit import triton_jit
 
 __all__ = ["GENERATED", "jit_function"]
 
-GENERATED: Final = "foci.generated"
+GENERATED: Final = f"{__name__.partition('.')[0]}.generated"
 """Module name of generated functions."""
 _NAMES: Final = ("floor_divide", "floor_modulo", "wrap", "tanh", "tanh_half", "atan")
 
