@@ -141,7 +141,7 @@ def backends_in(module: str, source: str) -> set[tuple[str, str]]:
 
 
 def test_what_is_above_knows_no_backend():
-    assert set(BACKENDS) == set(foci.backends._MODULES)
+    assert set(BACKENDS) == set(foci.backends._BUILT_IN)
     outside = [name for name in MODULES if not name.startswith("foci.backends")]
     names = [backends_in(name, MODULES[name].read_text(encoding="utf-8")) for name in outside]
     assert set().union(*names) == BY_NAME

@@ -157,7 +157,7 @@ assert "other backend, ruler" in console.file.getvalue()
 
 def test_a_backend_is_one_folder_and_one_row(copy):
     copy.create("backends/other/__init__.py", BACKEND)
-    copy.add("backends/__init__.py", '    "hopper": "foci', '    "other": "foci.backends.other",\n')
+    copy.add("backends/__init__.py", '    "hopper": _BuiltIn', '    "other": _BuiltIn("foci.backends.other"),\n')
     copy.run(BACKEND_PROGRAM)
 
 

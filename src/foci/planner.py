@@ -102,7 +102,7 @@ def _ask(name: str, problem: Problem, target: Target, allowed: tuple[str, ...] |
         return Verdict(name, f"only {', '.join(allowed)} may be used here" if allowed else "no backend may be used here")
     only = backends.only_device(name)
     if only not in (None, target.device):
-        return Verdict(name, f"is for {only}, not for {target.device}")
+        return Verdict(name, f"needs tensors on {only}, not on {target.device}")
     backend = backends.load(name)
     reason = backend.reject(problem, target)
     if reason is not None:

@@ -1,6 +1,7 @@
 """Worker processes of the compiler: jobs are done elsewhere, a worker's end fails none silently, and idle workers end."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -84,14 +85,14 @@ def test_the_program_keeps_most_cores(cores, ranks, waited, background, monkeypa
 def test_workers_of_the_background_have_a_low_priority(kind, tmp_path):
     """Those that a caller waits for have the caller's."""
     compile_workers._Pool(kind, 1).submit(tell, str(tmp_path / "told").encode()).result(60)
-    niceness, _, _ = (tmp_path / "told").read_text().split()
+    niceness, *_ = (tmp_path / "told").read_text().split()
     assert int(niceness) == os.nice(0) + kind.niceness
 
 
 def tell(path):
-    """A job: write a worker's niceness, its number and its parent's to a file."""
+    """A job: write a worker's niceness, its number, its parent's, and whether it has Triton, to a file."""
     with open(path + b".new", "w") as file:
-        file.write(f"{os.nice(0)} {os.getpid()} {os.getppid()}")
+        file.write(f"{os.nice(0)} {os.getpid()} {os.getppid()} {'triton.compiler' in sys.modules}")
     os.rename(path + b".new", path)
 
 
@@ -108,9 +109,11 @@ def test_workers_are_forks_of_a_process_that_imported_the_compiler(tmp_path):
     files = [tmp_path / name for name in "ab"]
     for job in [pool.submit(tell_and_wait, f"{one}\n{other}".encode()) for one, other in (files, files[::-1])]:
         job.result(60)
-    (_, one, parent), (_, other, parent_of_other) = (file.read_text().split() for file in files)
+    (_, one, parent, has_triton), (_, other, *same) = (file.read_text().split() for file in files)
     assert one != other
-    assert parent == parent_of_other != str(os.getpid())
+    assert [parent, has_triton] == same
+    assert parent != str(os.getpid())
+    assert has_triton == str(importlib.util.find_spec("triton") is not None)  # the job itself imported nothing of it
 
 
 def test_a_worker_that_ends_leaves_the_others(tmp_path):

@@ -138,7 +138,7 @@ def modules(tmp_path, monkeypatch):
             path = tmp_path / folder / f"{name}_of_test.py"
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
-                os.utime(path, (writes.__next__(),) * 2)  # long before this process began
+                os.utime(path, (next(writes),) * 2)  # long before this process began
             spec = importlib.util.spec_from_file_location(f"foci.{path.stem}", path)
             module = importlib.util.module_from_spec(spec)
             monkeypatch.setitem(sys.modules, spec.name, module)
@@ -224,7 +224,7 @@ def test_a_module_that_was_written_after_its_import_gives_keys_of_this_process_a
     keys = []
     for process in ("one", "another"):
         monkeypatch.setattr(jit, "_THIS_PROCESS", process)
-        monkeypatch.setattr(jit, "BEGAN", 0)
+        monkeypatch.setattr(jit, "IMPORTED_AT", 0)
         keys.append(modules(folder=process).cache_key)
     assert keys[0] != keys[1]
 
@@ -239,7 +239,8 @@ def test_a_class_of_a_module_that_was_imported_again_gives_keys_of_this_process_
     assert keys[0] != keys[1]
 
 
-def test_triton_refuses_a_kernel_whose_constants_have_changed(modules):
+def test_triton_is_told_of_the_constants_that_are_read(modules):
+    """To refuse a kernel once they have changed: `tests/backends/triton_backend/test_triton_compiling.py`."""
     kernel = modules()
     kernel.cache_key  # noqa: B018
     named = {name: value for (name, _), (value, _) in kernel.used_global_vals.items()}
@@ -279,7 +280,6 @@ def test_text_of_which_it_is_not_known_whether_it_runs_gives_keys_of_this_proces
 
 UNREAD = """
 import gc
-from triton.runtime import jit as runtime
 from triton.runtime.jit import JITFunction
 import foci.backends.hopper.kernel, foci.backends.gpu.kernel, foci.backends.gpu.mend
 from foci.backends.gpu import backward, decode, forward

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from foci.backends.contract import Backend
 
@@ -16,17 +16,21 @@ __all__ = ["changes", "load", "names", "names_on", "only_device", "register", "r
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_MODULES: Final[dict[str, str]] = {
-    "hopper": "foci.backends.hopper",
-    "triton": "foci.backends.triton",
-    "aten": "foci.backends.aten",
-    "cpu": "foci.backends.cpu",
-    "blocked": "foci.backends.blocked",
-    "reference": "foci.backends.reference",
+
+class _BuiltIn(NamedTuple):
+    module: str
+    only_on: str | None = None  # the one kind of device that it runs on: for tensors elsewhere the module is not imported
+
+
+_BUILT_IN: Final[dict[str, _BuiltIn]] = {
+    "hopper": _BuiltIn("foci.backends.hopper", only_on="cuda"),
+    "triton": _BuiltIn("foci.backends.triton"),
+    "aten": _BuiltIn("foci.backends.aten"),
+    "cpu": _BuiltIn("foci.backends.cpu", only_on="cpu"),
+    "blocked": _BuiltIn("foci.backends.blocked"),
+    "reference": _BuiltIn("foci.backends.reference"),
 }
-"""Name -> module, in the order in which equal costs are decided."""
-_ONLY_ON: Final[dict[str, str]] = {"hopper": "cuda", "cpu": "cpu"}
-"""Name -> the one kind of device that the backend runs on. For tensors elsewhere it is not imported."""
+"""By name, in the order in which equal costs are decided."""
 
 _registered: dict[str, Backend] = {}
 _changes = 0
@@ -40,12 +44,12 @@ def names() -> tuple[str, ...]:
         >>> "cpu" in names()
         True
     """
-    return (*_registered, *_MODULES)
+    return (*_registered, *_BUILT_IN)
 
 
 def only_device(name: str) -> str | None:
     """The one kind of device that a backend runs on, as torch names it; None where only `Backend.reject` knows."""
-    return None if name in _registered else _ONLY_ON.get(name)
+    return _BUILT_IN[name].only_on if name in _BUILT_IN else None
 
 
 def names_on(device: str) -> tuple[str, ...]:
@@ -78,9 +82,9 @@ def load(name: str) -> Backend:
     """
     if name in _registered:
         return _registered[name]
-    if name not in _MODULES:
+    if name not in _BUILT_IN:
         raise ValueError(f"no backend {name!r}; there are {', '.join(names())}")
-    backend: Backend = importlib.import_module(_MODULES[name]).BACKEND
+    backend: Backend = importlib.import_module(_BUILT_IN[name].module).BACKEND
     return backend
 
 

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import triton
 from triton.language import constexpr
 
-from foci.compat.lookup import BEGAN, find
+from foci.compat.lookup import IMPORTED_AT, find
 
 __all__ = ["called_functions", "has_own_keys", "make_decorator", "triton_jit"]
 
@@ -38,7 +38,7 @@ class _LateFunction:
     """Mixed into Triton's class of functions. Its constructor runs when an attribute is asked for that only the constructor sets."""
 
     def __init__(self, fn: FunctionType, **options: Any) -> None:
-        setattr(fn, _TEXT, _keep_texts(fn))
+        setattr(fn, _TEXT_ATTRIBUTE, _keep_texts(fn))
         self.fn = fn
         self._options: dict[str, Any] | None = options
         self._construction = threading.RLock()
@@ -123,20 +123,20 @@ class _Text(NamedTuple):
     space: dict[str, Any]  # the module's globals
 
 
-_TEXT: Final = "_foci_text"
+_TEXT_ATTRIBUTE: Final = "_foci_text"
 """The attribute of a kernel's function that holds its module's text."""
 _texts: Final[dict[str, _Text]] = {}
 """Texts of modules by file, as they were last imported."""
 _THIS_PROCESS: Final = uuid.uuid4().hex
 """In place of the digest of a text of which it is not known whether it is what runs here: no other process has such a key."""
-_lines: Final = threading.RLock()
+_linecache_lock: Final = threading.RLock()
 
 
 @contextmanager
 def _as_imported(function: FunctionType) -> Iterator[None]:
     """`inspect` reads the text of the function's module that was imported, whatever has become of the file and of `linecache` since."""
-    file, text = function.__code__.co_filename, getattr(function, _TEXT)
-    with _lines:
+    file, text = function.__code__.co_filename, getattr(function, _TEXT_ATTRIBUTE)
+    with _linecache_lock:
         before = linecache.cache.get(file)
         linecache.cache[file] = (sum(map(len, text.lines)), None, text.lines, file)  # None: the file is not looked at
         try:
@@ -174,7 +174,7 @@ def _keep_text(file: str, space: dict[str, Any]) -> _Text:
     for name, named in _named_files(space).items():
         if name not in _texts:
             other = _keep_text(name, named)
-            if other.written is not None and other.written[0] >= BEGAN:  # it was imported before, and may have been another text
+            if other.written is not None and other.written[0] >= IMPORTED_AT:  # it was imported before, and may have been another text
                 _texts[name] = other._replace(digest=_THIS_PROCESS)
     return kept
 
@@ -207,7 +207,7 @@ def _digest(function: FunctionType) -> str:
     for each in called_functions(function):
         texts.add((each.__module__, _digest_text(each)))
         for name, value in _globals_read(each):
-            if isinstance(value, constexpr | int | float | str | tuple | None):
+            if isinstance(value, constexpr | int | float | str | None):
                 constants.add((each.__module__, name, repr(value)))
             elif isinstance(value, type) and _is_own(value.__module__):
                 texts.add((value.__module__, _digest_text(value)))
@@ -217,11 +217,11 @@ def _digest(function: FunctionType) -> str:
 
 def _digest_text(value: FunctionType | type) -> str:
     """The digest of the text that a function or a class was imported from."""
-    own = vars(value).get(_TEXT)
+    own = vars(value).get(_TEXT_ATTRIBUTE)
     if own is not None:
         return str(own.digest)
     module = sys.modules[value.__module__]
-    if "." not in value.__qualname__ and _plain(vars(module).get(value.__name__)) is not value:
+    if "." not in value.__qualname__ and _undecorated(vars(module).get(value.__name__)) is not value:
         return _THIS_PROCESS  # the module was imported again since
     file = str(module.__file__)
     return (_texts.get(file) or _keep_text(file, vars(module))).digest
@@ -234,13 +234,15 @@ def called_functions(function: FunctionType) -> tuple[FunctionType, ...]:
     while begun:
         read = [value for _, value in _globals_read(begun.pop())]
         methods = [method for value in read if isinstance(value, type) and _is_own(value.__module__) for method in vars(value).values()]
-        new = {value for value in map(_plain, (*read, *methods)) if isinstance(value, FunctionType) and _is_own(value.__module__)} - found
+        new = {
+            value for value in map(_undecorated, (*read, *methods)) if isinstance(value, FunctionType) and _is_own(value.__module__)
+        } - found
         found |= new
         begun.extend(new)
     return tuple(found)
 
 
-def _plain(value: Any) -> Any:
+def _undecorated(value: Any) -> Any:
     """The function under Triton's decorators."""
     return inspect.unwrap(getattr(value, "fn", value))
 

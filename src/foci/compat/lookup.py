@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-__all__ = ["BEGAN", "NAMES", "PrivateName", "find", "find_first", "is_taken_away"]
+__all__ = ["IMPORTED_AT", "NAMES", "PrivateName", "find", "find_first", "is_taken_away"]
 
 
 class PrivateName(NamedTuple):
@@ -27,8 +27,8 @@ class PrivateName(NamedTuple):
     """Whether the installed release has it."""
 
 
-BEGAN: Final = time.time_ns()
-"""When this module, one of foci's first, was imported."""
+IMPORTED_AT: Final = time.time_ns()
+"""When this module was imported, which is one of foci's first."""
 _names: Final[dict[str, PrivateName]] = {}
 NAMES: Final[Mapping[str, PrivateName]] = MappingProxyType(_names)
 """Each name looked up so far, by its path."""

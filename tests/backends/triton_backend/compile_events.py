@@ -26,6 +26,14 @@ def second_kernel(x, n: tl.constexpr):
     tl.store(x + tl.arange(0, 16), n + 1)
 
 
+ADDED = tl.constexpr(1)
+
+
+@triton_jit
+def adding_kernel(x, n: tl.constexpr):
+    tl.store(x + tl.arange(0, 16), n + ADDED)
+
+
 @triton_jit
 def wrong_kernel(x, n: tl.constexpr):
     tl.static_assert(n > 100, "of no use")
@@ -59,7 +67,7 @@ def events(monkeypatch, tmp_path):
         notes.append(("compile", src.name, threading.current_thread() is threading.main_thread()))
 
     device = device_of(Launcher)
-    for kernel in (first_kernel, second_kernel, wrong_kernel):
+    for kernel in (first_kernel, second_kernel, adding_kernel, wrong_kernel):
         kernel.device_caches.clear()
     monkeypatch.setattr(compiling, "_met", set())
     monkeypatch.setattr(compiling, "_begun", OrderedDict())

@@ -14,9 +14,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
+import compile_events  # noqa: E402
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
-from compile_events import first_kernel, launch, second_kernel, wrong_kernel  # noqa: E402
+from compile_events import adding_kernel, first_kernel, launch, second_kernel, wrong_kernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from foci.backends import compile_lock  # noqa: E402
@@ -202,6 +203,14 @@ def test_what_fails_ahead_says_so_where_it_is_launched(events):
     assert names(events, "launch") == ["first_kernel"]
     with pytest.raises(triton.CompilationError, match="of no use"), compile_in_parallel():
         launch(wrong_kernel)
+
+
+def test_a_kernel_whose_constant_has_changed_is_refused(events, monkeypatch):
+    launch(adding_kernel)
+    monkeypatch.setattr(compile_events, "ADDED", tl.constexpr(2))
+    with pytest.raises(RuntimeError, match="ADDED has changed"):
+        launch(adding_kernel)
+    assert names(events, "launch") == ["adding_kernel"]
 
 
 def test_passes_that_never_come_are_forgotten(events, monkeypatch):

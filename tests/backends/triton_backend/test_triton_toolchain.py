@@ -22,8 +22,8 @@ def steps(monkeypatch, tmp_path):
         done.append((name, threading.current_thread() is threading.main_thread()))
 
     monkeypatch.setattr(toolchain, "_begun", [])
-    monkeypatch.setattr(toolchain, "digest_triton", lambda: step("digest"))
-    monkeypatch.setattr(toolchain, "assume_digest", lambda digest: None)
+    monkeypatch.setattr(toolchain, "digest_triton", lambda: step("digest") or "the digest")
+    monkeypatch.setattr(toolchain, "assume_digest", lambda digest: done.append((f"assume {digest}", False)))
     monkeypatch.setattr(toolchain, "ptxas_version", lambda arch: step(f"ptxas {arch}"))
     monkeypatch.setattr(toolchain, "is_empty", lambda: False)
     monkeypatch.setenv("FOCI_CACHE_DIR", str(tmp_path))
@@ -36,7 +36,7 @@ def test_the_compiler_is_prepared_once_beside_the_caller(steps):
     for _ in range(2):
         toolchain.prepare_compiler(90)
     toolchain.wait_until_prepared()
-    assert sorted(steps) == [("digest", False), ("ptxas 90", False)]
+    assert sorted(steps) == [("assume the digest", False), ("digest", False), ("ptxas 90", False)]
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
@@ -54,7 +54,7 @@ def test_new_kernels_wait_until_the_compiler_is_prepared(steps, monkeypatch):
     monkeypatch.setattr(compiling, "_compile", lambda new: steps.append("compile"))
     toolchain.prepare_compiler(90)
     compiling.launch_waiting([compiling.Waiting(toolchain_kernel, (), {}, lambda: steps.append("launch"))])
-    assert len(steps) == 4
+    assert len(steps) == 5
     assert steps[-2:] == ["compile", "launch"]
 
 
