@@ -19,9 +19,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from launched import LAUNCHED
 from triton.runtime.jit import JITFunction
 
-from foci.backends.gpu import launch_builder, launch_list, mend_launches, portable_passes, tile_tables
+from foci.backends.gpu import launch_builder, mend_launches, portable_passes, tile_tables
+from foci.backends.gpu.symbolic_tokens import Count
 from foci.backends.gpu.tensor_descriptors import packed_dims
 from foci.backends.triton.kernel import build_kernel
+from foci.compat.triton import COMPILE_OPTIONS
 
 MODULES = {module: LAUNCHED[module] for module in (portable_passes, mend_launches, tile_tables)}
 
@@ -111,6 +113,8 @@ def put_stand_ins(monkeypatch):
 def replace_kernels(monkeypatch, stand_in, modules=LAUNCHED):
     """stand_in(kernel) in place of each kernel of the backend triton that these modules launch."""
     monkeypatch.setattr(cache_check, "ENABLED", False)  # stand-ins compute nothing that a second launch could be compared with
+    monkeypatch.setattr(launch_builder, "direct", NotedLaunch)
+    monkeypatch.setattr(launch_builder, "compile_and_load", load_stand_in)
     for module, names in modules.items():
         for name in names:
             monkeypatch.setattr(module, name, stand_in(getattr(module, name)))
@@ -130,16 +134,53 @@ def forget_launches(monkeypatch):
     monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
 
 
-def keep_descriptors(compiled, place, noted):
-    """In place of `launch_builder.direct`: a repeated launch is given the tensor descriptors that Triton would be given."""
-    tiles = [(at, role, launch_list.Maps(tile, lambda descriptor, facts: [flat(descriptor)], {})) for at, role, tile in noted.tiles]
-    arguments = noted._replace(tiles=tiles).after((*place, compiled.packed_metadata, None, None, None))
-    return launch_list.Launch(compiled.run, arguments)
+class NotedLaunch:
+    """In place of `launch_builder.direct` and the launch that it makes: the arguments of each launch are those that Triton would be given,
+    tensors as addresses, descriptors as `flat` has them."""
+
+    maps = ()
+
+    def __init__(self, compiled, grid, stream, args, find, *, between=False):
+        self.compiled, self.place, self.between = compiled, ((*grid, 1, 1)[:3], stream), between
+        self.args = self.without_tensors(args, find)
+
+    def without_tensors(self, value, find):
+        """Functions of (tokens, kept, addresses) in place of what a launch fills in, and of tuples."""
+        if isinstance(value, tuple):
+            parts = [self.without_tensors(part, find) for part in value]
+            return lambda *known: tuple([part(*known) for part in parts])
+        if isinstance(value, torch.Tensor):
+            place = find(value)
+            if isinstance(place, str):
+                return lambda tokens, kept, addresses: eval(place, {"t": tokens, "k": kept})
+            return lambda tokens, kept, addresses: addresses[place]
+        if is_described(value):
+            place, rest = find(value.base), (*value.shape, *value.strides, *value.block_shape)
+            numbers = self.without_tensors(rest, find)
+            return lambda tokens, kept, addresses: (addresses[place], *numbers(tokens, kept, addresses))
+        if isinstance(value, Count):
+            return lambda tokens, kept, addresses: value.of(tokens)
+        return lambda *known: value
+
+    def bound(self, tokens, kept, maps):
+        (grid, stream), compiled = self.place, self.compiled
+        x, y, z = (n.of(tokens) if isinstance(n, Count) else n for n in grid)
+
+        def launch(addresses):
+            arguments = self.args(tokens, kept, addresses)
+            compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+        return launch
+
+
+def load_stand_in(function, grid, args, options):
+    """In place of `load_kernel.compile_and_load`, for stand-ins that compile to a `Compiled`."""
+    compiled = function.warmup(*args, grid=grid, **COMPILE_OPTIONS, **options)
+    return compiled if hasattr(compiled, "packed_metadata") else None
 
 
 def plan_for_a_gpu(monkeypatch, arch=90, *features):
     """Calls of tensors on the CPU are planned for a GPU, with nothing kept from before, and launch by address."""
-    monkeypatch.setattr(launch_builder, "direct", keep_descriptors)
     monkeypatch.setitem(planner._targets, torch.device("cpu"), Target("cuda", arch, frozenset({"triton", *features})))
     for module, name in ((execution, "_plans"), (call_cache, "_calls")):
         monkeypatch.setattr(module, name, type(getattr(module, name))())

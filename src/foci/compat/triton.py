@@ -1,7 +1,6 @@
 """Triton's releases, and what foci reads of Triton that is not public. Nothing here imports Triton before it is asked.
 
-Each function has a way by public means: where a release looks other than the known ones, it gives None, and launches go through
-Triton's own launcher.
+Each function has a way by public means: where a release looks other than the known ones, it gives None, and Triton launches kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import pkgutil
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from importlib.metadata import distribution
@@ -26,14 +24,16 @@ from foci.compat.lookup import find
 __all__ = [
     "COMPILE_OPTIONS",
     "TESTED",
-    "Bottom",
     "KernelSource",
+    "LaunchFacts",
+    "MapFacts",
     "async_compile_mode",
     "cached_files",
+    "defer_driver",
     "digest_triton",
-    "find_bottom",
     "keep_files",
     "kernel_source",
+    "launch_facts",
     "ptxas_version",
     "release",
     "untested_release",
@@ -141,57 +141,110 @@ def ptxas_version(arch: int) -> None:
         version(arch)
 
 
-class Bottom(NamedTuple):
-    """The compiled function that Triton's launcher calls. The Python around it doubles the cost of a small launch."""
+def defer_driver() -> None:
+    """Have Triton's driver compile its C code when that is first asked for: for launches that Triton makes. foci's kernels need none of it.
 
-    run: Callable[..., None]
-    metadata: Sequence[Any]
-    """The metadata of each tensor descriptor."""
-    make_map: Callable[[Any, Any], list[Any]]
-    """Makes a TMA map of a tensor descriptor and its metadata, as the first entry of a list."""
-    settings: tuple[Any, ...]
-    """The arguments after grid, stream and function."""
-    are_packed: bool
-    """Whether the kernel's arguments come as one tuple."""
+    Nothing changes where Triton has a driver already, or one of another kind than these releases'.
+    """
+    with suppress(Exception):  # something is not where these releases have it
+        from triton.runtime import driver
+
+        if driver._active is None and driver._default is None and release() in TESTED:
+            driver.set_active(_late_driver())
 
 
-def find_bottom(compiled: Any) -> Bottom | None:
-    """The bottom of a compiled kernel's launcher; None where that does not look as in a known release, or needs scratch memory."""
-    launcher = compiled.run
-    run: Any = getattr(launcher, "launch", None)
-    metadata: list[Any] = []
-    if isinstance(run, types.FunctionType) and run.__closure__:
-        around = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__), strict=True))
-        run, metadata = around.get("launcher"), list(around.get("tensordesc_meta") or ())
-    if not callable(run) or launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
+def _late_driver() -> Any:
+    """Triton's driver for NVIDIA's GPUs, but for what it compiles."""
+    from triton.backends.driver import GPUDriver
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+    class LateDriver(CudaDriver):  # type: ignore[misc]
+        def __init__(self) -> None:
+            GPUDriver.__init__(self)
+
+        @functools.cached_property
+        def utils(self) -> Any:
+            return CudaUtils()
+
+        @property
+        def launcher_cls(self) -> Any:
+            assert self.utils is not None, "launchers read what it leaves in its module"
+            return CudaLauncher
+
+    return LateDriver()
+
+
+class MapFacts(NamedTuple):
+    """How a kernel reads tiles of a tensor, in numbers of NVIDIA's driver."""
+
+    dtype: int
+    item_bytes: int
+    tile: tuple[int, ...]
+    swizzle: int
+
+
+class LaunchFacts(NamedTuple):
+    """Facts about the launches of a compiled kernel.
+
+    Attributes:
+        name: of the kernel in its binary.
+        binary: the cubin.
+        warps: of a program.
+        shared: bytes of shared memory of a program.
+        is_cooperative: all programs run at once.
+        is_dependent: it may start before the kernel before it in the stream has ended.
+        signature: the type of each argument; "constexpr" for one that the kernel does not take, a tuple for a tuple.
+        maps: of its tensor descriptors, in order. Each is passed as a tensor map, lengths and strides.
+    """
+
+    name: str
+    binary: bytes
+    warps: int
+    shared: int
+    is_cooperative: bool
+    is_dependent: bool
+    signature: tuple[Any, ...]
+    maps: tuple[MapFacts, ...]
+
+
+def launch_facts(compiled: Any) -> LaunchFacts | None:
+    """Return the facts about a compiled kernel's launches; None for one that needs more, for a release that does not state them, and where
+    someone watches kernels being loaded, or has given Triton another driver than NVIDIA's."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    try:
+        from triton.backends.nvidia.driver import CudaDriver
+
+        if not isinstance(driver.active, CudaDriver):
+            return None
+        m, hooks = compiled.metadata, (knobs.runtime.kernel_load_start_hook, knobs.runtime.kernel_load_end_hook)
+        if m.instrumentation_mode or any(getattr(chain, "calls", chain) for chain in hooks):
+            return None
+        maps = [_map_facts(**facts) for facts in m.tensordesc_meta or ()]
+        if m.target.backend != "cuda" or m.num_ctas != 1 or m.global_scratch_size or m.profile_scratch_size:
+            return None
+        switches = bool(m.launch_cooperative_grid), bool(m.launch_pdl)
+        return LaunchFacts(m.name, compiled.asm["cubin"], m.num_warps, m.shared, *switches, (*compiled.src.signature.values(),), (*maps,))
+    except (ImportError, AttributeError, KeyError, TypeError):
         return None
-    version, switches = release(), (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    unwatched = (None, None, None)
-    if version not in TESTED:
-        return None
-    if version == (3, 6):
-        return Bottom(run, metadata, _make_map, (*switches, None, None, compiled.packed_metadata, *unwatched), are_packed=False)
-    facts = (getattr(launcher, "arg_annotations", None), getattr(launcher, "kernel_signature", None))
-    if None in facts:
-        return None
-    # hooks, then no scratch memory
-    settings = (*switches, compiled.packed_metadata, *unwatched, None, None, *facts)
-    return Bottom(run, metadata, _make_map if version == (3, 7) else _make_map_of_three, settings, are_packed=True)
 
 
-def _make_map(described: Any, metadata: Any) -> list[Any]:
-    from triton.backends.nvidia import driver
+def _map_facts(
+    swizzle: int, elem_size: int, elem_type: int, block_size: Sequence[int], fp4_padded: bool, is_im2col: bool = False
+) -> MapFacts:  # fmt: skip
+    """The facts of a tensor descriptor by Triton's names.
 
-    tensor_map: list[Any] = driver.make_tensordesc_arg(described, metadata)
-    return tensor_map
+    Raises:
+        TypeError: for a name that is new, or a tensor that is described in another way.
+    """
+    if fp4_padded or is_im2col:
+        raise TypeError("neither padded nor of images")
+    return MapFacts(_TYPES_OF_MAPS.get(elem_type, elem_type), elem_size, tuple(block_size), swizzle)
 
 
-def _make_map_of_three(described: Any, metadata: Any) -> list[Any]:
-    """Make a tensor map from Triton 3.8 on, whose function also takes what precedes a launch's arguments and does not read it."""
-    from triton.backends.nvidia import driver
-
-    tensor_map: list[Any] = driver.make_tensordesc_arg(described, metadata, ())
-    return tensor_map
+_TYPES_OF_MAPS: Final = {8: 10, 9: 8, 10: 9}
+"""Types of elements that Triton numbers otherwise than the driver."""
 
 
 class KernelSource(NamedTuple):

@@ -11,7 +11,6 @@ import torch
 from kernel_stand_ins import (
     SLOPES,
     VARIANTS,
-    Compiled,
     addressed,
     build_attention,
     flatten,
@@ -21,7 +20,6 @@ from kernel_stand_ins import (
     run_forward,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import foci
 from foci import masks, scores
@@ -177,69 +175,23 @@ def test_someone_who_watches_launches_sees_them_all(logs):
     assert len(logs[1]) == 2
 
 
-class Launcher:
-    """As Triton 3.6 has it: Python around a function that takes maps of tiles, lengths and strides one by one."""
-
-    global_scratch_size = profile_scratch_size = launch_pdl = 0
-    launch_cooperative_grid = 1
-
-    def __init__(self, calls, tensordesc_meta):
-        def launcher(*args):
-            calls.append(args)
-
-        def inner(*args):
-            raise AssertionError("the way around was not taken", launcher, tensordesc_meta)
-
-        self.launch = inner
-
-
-def test_a_known_launcher_is_called_at_its_bottom(monkeypatch):
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    described = []
-    monkeypatch.setattr(
-        driver,
-        "make_tensordesc_arg",
-        lambda arg, facts: described.append((arg.base.data_ptr(), facts)) or [f"map of {arg.base.data_ptr()}"],
-    )
-    monkeypatch.setattr(compat, "release", lambda: (3, 6))
-    calls = []
-    compiled = Compiled("kernel", [], 4)
-    compiled.run = Launcher(calls, [{"swizzle": 3}])
-    x, y = (torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16) for _ in range(2))
-    noted = launch_list.Arguments(
-        [5, None, None, (1, 2)], [(2, 0)], [(1, 1, launch_list.Tiles(TensorDescriptor, {"shape": [1, 64], "strides": [64, 1]}))], [], []
-    )
-    launch = launch_builder.direct(compiled, (8, 1, 1, 0, compiled.function), noted)
-    again = launch_list.Template([launch], [], [], []).as_built((0, 0))
-    for _ in range(3):
-        for pair in ((x, y), (y, x)):
-            again.run(pair)
-            before, args = calls[-1][:13], calls[-1][13:]
-            assert before == (8, 1, 1, 0, 7, 1, 0, None, None, (4, 1, 0), None, None, None)
-            assert args == (5, f"map of {pair[1].data_ptr()}", 1, 64, 64, 1, pair[0].data_ptr(), (1, 2))
-    assert len(described) == 2  # once for each address
-    monkeypatch.setattr(compat, "release", lambda: (3, 99))
-    assert launch_builder.direct(compiled, (8, 1, 1, 0, 7), noted) is None
-
-
-def test_maps_are_made_once_for_so_many_tokens():
+def test_maps_are_made_once_for_so_many_tokens(monkeypatch):
     encodings = []
 
-    def make(tiles, facts):
-        encodings.append((tiles.base.data_ptr(), list(tiles.shape)))
-        return [len(encodings)]
+    def encode(address, dtype, item_bytes, shape, strides, tile, swizzle):
+        encodings.append((address, shape))
+        return len(encodings)
 
-    tiles = launch_list.Tiles(TensorDescriptor, {"shape": [Count(8, "t[0]"), 64], "strides": [64, 1]})
-    maps = launch_list.Maps(tiles, make, {})
-    x, y = torch.zeros(8, 64), torch.zeros(8, 64)
+    monkeypatch.setattr(launch_list, "encode_tiles", encode)
+    maps = launch_list.Maps(compat.MapFacts(9, 2, (16, 64), 3), (Count(8, "t[0]"), 64), (64, 1))
 
-    def of(tensor, tokens):
+    def of(address, tokens):
         bound = maps.bound((tokens, tokens))
-        known_map = bound.known.get(tensor.data_ptr())
-        return bound(tensor, tensor.data_ptr()) if known_map is None else known_map
+        return bound.known.get(address) or bound(address)
 
+    x, y = 4096, 8192
     assert [of(x, 8), of(y, 8), of(x, 5), of(x, 8), of(y, 8), of(x, 5), of(y, 5)] == [1, 2, 3, 1, 2, 3, 4]
-    assert encodings == [(x.data_ptr(), [8, 64]), (y.data_ptr(), [8, 64]), (x.data_ptr(), [5, 64]), (y.data_ptr(), [5, 64])]
+    assert encodings == [(x, (8, 64)), (y, (8, 64)), (x, (5, 64)), (y, (5, 64))]
     for tokens in range(100, 100 + 2 * launch_list._SHAPES):
         of(x, tokens)
     assert len(maps._of_others) == launch_list._SHAPES
@@ -253,10 +205,15 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
     shapes = [(1, 2, count, 4), (1, 2, count), (count // 2 + 1, 3), (0, 5), (7,)]
     strides = [(count * 8, 4, 8, 1), (count * 2, count, 1), (3, 1), (5, 1), (2,)]
     news = [allocations.New(size, stride, torch.float32, cpu) for size, stride in zip(shapes, strides)]
-    places = [(at, at) for at in range(6)]
-    launch = launch_list.Launch(lambda *args: calls.append(args), launch_list.Arguments([None] * 6, places, [], [], []))
+
+    class Noted:
+        maps, between = (), False
+
+        def bound(self, tokens, kept, maps):
+            return lambda addresses: calls.append((*addresses,))
+
     x = torch.zeros(3)
-    pass_ = launch_list.Template([launch], news, (), []).as_built((6, 6)).returning(2, packed=packed)
+    pass_ = launch_list.Template([Noted()], news, (), []).as_built((6, 6)).returning(2, packed=packed)
     for tokens in (6, 100):
         bound = pass_.template.bound(None, (tokens, tokens), ())
         outputs = bound.run((x,))
@@ -355,30 +312,6 @@ def test_gradients_of_tensors_with_rows_of_their_own_have_such(logs, case):
         assert gradient._base is None
 
 
-def test_launchers_are_given_plain_tuples(logs, monkeypatch):
-    launches = []
-
-    def template(made, *rest):
-        launches.extend(made)
-        return launch_list.Template(made, *rest)
-
-    monkeypatch.setattr(launch_builder, "Template", template)
-    bound = bind(None, masks.causal(), torch.device("cpu"))
-    operands = operands_of(bound)
-    attention = build_attention(operands, bound.variant)
-    results = run_forward(attention, operands)
-    run_backward(attention, operands, results, torch.zeros_like(results.out))
-
-    def kinds(values):
-        for value in values:
-            if isinstance(value, tuple):
-                yield type(value)
-                yield from kinds(value)
-
-    assert launches
-    assert {kind for launch in launches for kind in kinds(launch.arguments.values)} == {tuple}
-
-
 def test_the_first_call_launches_as_every_later_one(logs):
     worked_out, launched = logs
     bound = bind(None, masks.causal(), torch.device("cpu"))
@@ -390,7 +323,7 @@ def test_the_first_call_launches_as_every_later_one(logs):
 
 
 @pytest.mark.parametrize("unknown", [0, 1, 2])
-def test_a_pass_with_a_tensor_of_nobody_is_launched_through_triton_in_order(logs, unknown):
+def test_a_pass_with_a_tensor_of_nobody_is_launched_in_order(logs, unknown):
     worked_out, launched = logs
     query = torch.zeros(1, 1, 16, 16)
     builder = launch_builder.LaunchBuilder((query,), 0)
@@ -399,8 +332,8 @@ def test_a_pass_with_a_tensor_of_nobody_is_launched_through_triton_in_order(logs
             builder.add(tile_tables.place_sequences, (n + 1,), *[torch.zeros(4) if n == unknown else query] * 4, 0, 256)
         builder.finish((16, 16))
     assert builder.built is None
-    assert [entry[1][0] for entry in worked_out if entry.is_launch] == [1, 2, 3]
-    assert not launched
+    assert [entry[1][0] for entry in launched] == [1, 2, 3]
+    assert not any(entry.is_launch for entry in worked_out)
 
 
 def test_a_pass_that_turns_out_not_to_be_repeatable_is_launched_in_order(logs):
@@ -412,5 +345,5 @@ def test_a_pass_that_turns_out_not_to_be_repeatable_is_launched_in_order(logs):
     builder.add(tile_tables.place_sequences, (2,), *[query] * 4, 0, 256)
     builder.finish((16, 16))
     assert builder.built is None
-    assert [entry[1][0] for entry in worked_out if entry.is_launch] == [1, 2]
-    assert not launched
+    assert [entry[1][0] for entry in launched] == [1, 2]
+    assert not any(entry.is_launch for entry in worked_out)

@@ -63,7 +63,7 @@ class _Surroundings:
         return _Surroundings(self._device, self.stream, (offsets,)) if free_stream_on(self._device) == self.stream else None
 
     def are_same(self) -> bool:
-        """Whether stream and offsets are unchanged, and launches may still bypass Triton's launcher."""
+        """Whether stream and offsets are unchanged, and launches may still bypass Triton."""
         for t, version in self._ends:
             if version_of(t) != version:
                 return False
@@ -163,7 +163,7 @@ def _knows_results(launch_list: LaunchList) -> bool:
 
 def _find_results(sized: Sized) -> _Results | None:
     news = sized.news
-    if sized.joint is not None or len(news) != 2 or not sized.takes_places:
+    if sized.joint is not None or len(news) != 2:
         return None
     (size, stride, dtype), (lse, lse_stride, lse_dtype) = news
     if len(size) != 3 or stride != (size[1] * size[2], size[2], 1) or lse_stride != (lse[1], 1) or lse_dtype != torch.float32:
@@ -236,7 +236,7 @@ def _knows_steps(launch_list: LaunchList, rows: Tensor) -> bool:
 def _find_steps(sized: Sized, rows: Tensor) -> tuple[int, ...] | None:
     """Byte offsets of dq, dk and dv in rows like these; None unless they are side by side and fill the rows."""
     parts, width = sized.joint, rows.shape[1]
-    if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or sized.news or not sized.takes_places:
+    if parts is None or len(parts.parts) != 3 or parts.dtype != rows.dtype or sized.news:
         return None
     steps, at = [], 0
     for size, stride, offset in parts.parts:

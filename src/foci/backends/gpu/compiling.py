@@ -5,8 +5,7 @@ kernel that takes long compiles in this process at once, and the others in worke
 a later pass will launch are started after these and not waited for; that pass waits for them.
 
 On a few cores there are no workers, and each kernel compiles in a thread of its own, since Triton's compiler releases the GIL. Its front
-end is Python and holds the GIL, so it processes one kernel after another. Under Triton 3.6 the C code of each kernel's launcher compiles
-in threads too.
+end is Python and holds the GIL, so it processes one kernel after another.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from enum import IntEnum
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
-import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
@@ -42,8 +39,8 @@ __all__ = [
     "Turn",
     "Waiting",
     "after_launches",
+    "built",
     "compile_and_launch",
-    "compile_and_load",
     "compile_in_parallel",
     "is_new",
     "launch_ahead",
@@ -105,25 +102,15 @@ def compile_and_launch(function: Any, grid: tuple[int, ...], args: tuple[Any, ..
     Raises:
         Unbuildable: if a release of Triton that foci was not tested with does not compile it. Errors of tested releases pass through.
     """
-    return _built(function, args, options, lambda: function[grid](*args, **COMPILE_OPTIONS, **options))
+    return built(function, args, options, lambda: function[grid](*args, **COMPILE_OPTIONS, **options))
 
 
-def compile_and_load(function: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any | None:
-    """Compile the kernel for these arguments, unless it is known, and load it. None in Triton's interpreter, which compiles nothing.
+def built(function: Any, args: tuple[Any, ...], options: dict[str, Any], build: Callable[[], Any]) -> Any:
+    """Return what `build` returns, which compiles a kernel for these arguments.
 
     Raises:
-        Unbuildable: as `compile_and_launch`.
+        Unbuildable: if a release of Triton that foci was not tested with does not compile it. Errors of tested releases pass through.
     """
-
-    def load() -> Any | None:
-        compiled = function.warmup(*args, grid=grid, **COMPILE_OPTIONS, **options)
-        return compiled if getattr(compiled, "run", None) is not None else None  # asking for `run` loads it
-
-    return _built(function, args, options, load)
-
-
-def _built(function: Any, args: tuple[Any, ...], options: dict[str, Any], build: Callable[[], Any]) -> Any:
-    """Return what `build` returns. With an untested release of Triton, errors of the compiler are raised as `Unbuildable`."""
     if release() in TESTED or not isinstance(function, JITFunction):
         return build()
     kind = Waiting(function, args, options, _nothing).kind
@@ -311,7 +298,7 @@ def wait_for_ahead() -> None:
 
 
 class _Beside:
-    """Begins compilations of kernels, in workers or in a pool of threads, and of their launchers, in the pool."""
+    """Begins compilations of kernels, in workers or in a pool of threads."""
 
     def __init__(self, pool: Executor, submit: Submit | None) -> None:
         self.pool = pool
@@ -332,12 +319,6 @@ class _Beside:
         src, source = made_of.get("src"), kernel_source(key, made_of)
         is_kept = source is not None and _is_kept(source)
         sent = None if is_kept or self.stays else _sent(self.submit, made_of, key)
-        if src is not None and release() == (3, 6):
-            if is_waited_for():
-                self.pool.submit(_build_launcher, src)
-            elif sent is not None:
-                with suppress(Exception):  # its load builds it again, and raises the error
-                    _build_launcher(src)
         if sent is not None:
             return _WorkerKernel(sent, source, compile_it)
         if src is not None:
@@ -423,13 +404,3 @@ class _WorkerKernel:
                 if self._source is not None:
                     note(self._source)
             return self._found
-
-
-def _build_launcher(src: Any) -> None:
-    """Compile the C code of a kernel's launcher into Triton's cache on disk."""
-    described: list[dict[str, Any]] = [{} for kind in src.signature.values() if str(kind).startswith("tensordesc")]
-    without = SimpleNamespace(
-        tensordesc_meta=described, num_ctas=1, global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
-        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False,
-    )  # fmt: skip
-    triton.runtime.driver.active.launcher_cls(src, without)

@@ -10,8 +10,8 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import triton.language as tl
@@ -20,32 +20,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from foci.backends.contract import Inputs
 from foci.backends.gpu.allocations import Joint, New
-from foci.backends.gpu.compiling import Waiting, after_launches, compile_and_launch, compile_and_load, launch_waiting, waiting
-from foci.backends.gpu.launch_list import (
-    Arguments,
-    Launch,
-    LaunchList,
-    Maps,
-    Source,
-    Template,
-    Tiles,
-    late_counts,
-    sequence_address,
-)
-from foci.backends.gpu.stream_state import tensor_addresses
+from foci.backends.gpu.compiling import Waiting, after_launches, compile_and_launch, launch_waiting, waiting
+from foci.backends.gpu.launch_list import Arguments, Launch, LaunchList, Maps, Source, Template, sequence_address
+from foci.backends.gpu.load_kernel import SCRATCH, Loaded, bits, compile_and_load
+from foci.backends.gpu.stream_state import current_stream, has_launch_hooks, tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens
-from foci.compat.triton import find_bottom
+from foci.compat.triton import MapFacts
 
 __all__ = ["LaunchBuilder", "plain_arguments"]
 
 
 def _defaults(function: Any, count: int) -> tuple[Any, ...]:
-    """Defaults of the parameters after the first `count` ones: a launcher takes all arguments."""
+    """Defaults of the parameters after the first `count` ones, of which a kernel may take some."""
     return tuple(parameter.default for parameter in list(function.signature.parameters.values())[count:])
 
 
-_UNWATCHED: Final = (None, None, None)
-"""A launcher's arguments for launch hooks: none."""
 _CONSTANTS: Final = frozenset((int, float, bool, str, type(None), tl.constexpr))
 
 
@@ -57,31 +46,50 @@ class _UnknownTensor(Exception):
     """An argument is neither a tensor of the pass nor one given to `LaunchBuilder.keep`."""
 
 
-def direct(compiled: Any, place: tuple[Any, ...], noted: Arguments) -> Launch | None:
-    """Make a launch that calls the C function under Triton's launcher; None if this release's is unknown. A tensor descriptor becomes
-    what that function takes: a TMA descriptor, lengths and strides.
+Find: TypeAlias = Callable[[Tensor], int | str]
+"""A tensor -> its role, or the expression of its address where binding fills it in."""
+
+
+def direct(loaded: Loaded, grid: tuple[int, ...], stream: int, args: Sequence[Any], find: Find, *, between: bool = False) -> Launch:
+    """Make a launch.
+
+    Args:
+        loaded: the kernel.
+        grid: number of programs in up to three directions.
+        stream: of the launch.
+        args: all arguments, as Triton takes them; integers may be `Count`s.
+        find: finds the tensors among them.
+        between: see `Launch`.
+
+    Raises:
+        Exception: that `find` raises.
     """
-    bottom = find_bottom(compiled)
-    if bottom is None or len(bottom.metadata) != len(noted.tiles) or None in bottom.metadata:
-        return None
-    values: list[Any] = []
-    moved: dict[int, int] = {}
-    tiles: list[tuple[int, int, Any]] = []
-    described = {at: (role, maker, facts) for (at, role, maker), facts in zip(noted.tiles, bottom.metadata, strict=True)}
-    for at, value in enumerate(noted.values):
-        moved[at] = len(values)
-        if at in described:
-            role, maker, facts = described[at]
-            tiles.append((moved[at], role, Maps(maker, bottom.make_map, facts)))
-            values += [None, *maker.rest["shape"], *maker.rest["strides"]]
-        else:
-            values.append(value)
-    late = [*late_counts(values), *((moved[at], text) for at, text in noted.late)]
-    places, parts = [(moved[at], role) for at, role in noted.places], [(moved[at], part) for at, part in noted.parts]
-    arguments = Arguments(values, places, tiles, parts, late)
-    if bottom.are_packed:
-        arguments = Arguments([tuple(values)], [], [], [] if arguments.is_constant else [(0, arguments)], [])
-    return Launch(bottom.run, arguments.after((*place, *bottom.settings)), compiled=compiled)
+    arguments, facts = Arguments([], [], [], []), loaded.facts
+    for n in (*grid, 1, 1)[:3]:
+        arguments.add(n)
+    _add_all(arguments, args, facts.signature, iter(facts.maps), find)
+    arguments.values.extend(SCRATCH)
+    return Launch(loaded.kernel, loaded.shape, stream, arguments, between=between)
+
+
+def _add_all(arguments: Arguments, args: Sequence[Any], kinds: Sequence[Any], maps: Iterator[MapFacts], find: Find) -> None:
+    """Add the parameters that arguments of these types become, as `parameter_sizes` counts them."""
+    for arg, kind in zip(args, kinds, strict=True):
+        if isinstance(kind, tuple):
+            _add_all(arguments, arg, kind, maps, find)
+        elif kind.startswith("tensordesc"):
+            role = find(arg.base)
+            if isinstance(role, str):
+                raise _UnknownTensor  # its address is not among those of a call
+            arguments.add_map(role, Maps(next(maps), arg.shape, arg.strides))
+            for n in (*arg.shape, *arg.strides):
+                arguments.add(n)
+        elif isinstance(arg, Tensor):
+            if kind != "constexpr":
+                role = find(arg)
+                arguments.add_late(role) if isinstance(role, str) else arguments.add_place(role)
+        elif kind != "constexpr":
+            arguments.add(arg if isinstance(arg, int) else bits(kind, arg))
 
 
 class _Pending(NamedTuple):
@@ -162,33 +170,47 @@ class LaunchBuilder:
             queue.append(launch)
 
     def _add(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...], between: bool) -> None:
-        repeatable_launch = None if self._launches is None else self._make_repeatable(launch, grid, args)
+        repeatable_launch = None if self._launches is None else self._make_repeatable(launch, grid, args, between=between)
         if self._launches is None or repeatable_launch is None:
             self._launch_pending()
-            compile_and_launch(*launch)
+            self._launch_once(launch)
             return
         self._pending.append(launch)
-        self._launches.append(repeatable_launch._replace(between=between))
+        self._launches.append(repeatable_launch)
 
-    def _make_repeatable(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...]) -> Launch | None:
-        """The launch as it is repeated: the compiled kernel, with places for tensors and `Count`s among grid and arguments. None if it
+    def _make_repeatable(self, launch: _Pending, grid: tuple[int, ...], args: tuple[Any, ...], *, between: bool) -> Launch | None:
+        """The launch as it is repeated: the loaded kernel, with places for tensors and `Count`s among grid and arguments. None if it
         cannot be."""
-        compiled = compile_and_load(*launch)
-        if compiled is None:
+        loaded = compile_and_load(*launch)
+        if loaded is None or self._stream is None:
             return None
         try:
-            noted = self._noted((*args, *_defaults(launch.function, len(args))))
+            return direct(loaded, grid, self._stream, (*args, *_defaults(launch.function, len(args))), self._find, between=between)
         except _UnknownTensor:
             return None
-        place = (*(*grid, 1, 1)[:3], self._stream, compiled.function)
-        arguments = noted.after((*place, compiled.packed_metadata, *_UNWATCHED))
-        return direct(compiled, place, noted) or Launch(compiled.run, arguments, compiled=compiled)
 
     def _launch_pending(self) -> None:
-        """Launch what waits through Triton, and build no launch list."""
+        """Launch what waits, each by itself, and build no launch list."""
         self._launches = None
         while self._pending:
-            compile_and_launch(*self._pending.pop(0))
+            self._launch_once(self._pending.pop(0))
+
+    def _launch_once(self, launch: _Pending) -> None:
+        """Launch a kernel on these tensors, through Triton where its launches are watched."""
+        tensors: list[Tensor] = []
+
+        def find(tensor: Tensor) -> int:
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        function, grid, args, options = launch
+        loaded = None if has_launch_hooks() else compile_and_load(*launch)
+        if loaded is None:
+            compile_and_launch(*launch)
+            return
+        stream = current_stream(next(_iterate_tensors(args)))
+        once = direct(loaded, grid, stream, (*args, *_defaults(function, len(args))), find)
+        once.bound((0, 0), [], once.maps)(tensor_addresses(tensors))
 
     def finish(self, tokens: Tokens) -> None:
         """Run the launches on the tensors that they were built with, once all kernels are compiled."""
@@ -200,7 +222,7 @@ class LaunchBuilder:
             return
         self._pending.clear()
         self._built = Template(self._launches, self._made, self._kept, self._sources).as_built(tokens)
-        self._built.launch(tensor_addresses(self._tensors), list(self._tensors))
+        self._built.launch(tensor_addresses(self._tensors))
 
     @property
     def built(self) -> LaunchList | None:
@@ -210,36 +232,25 @@ class LaunchBuilder:
             launch_waiting(queue)
         return self._built
 
-    def _noted(self, args: tuple[Any, ...]) -> Arguments:
-        noted = Arguments(list(args), [], [], [], late_counts(args))
-        for at, arg in enumerate(args):
-            if type(arg) in _CONSTANTS:
-                continue
-            if isinstance(arg, Tensor):
-                role, number = self._role(arg), next((n for n, tensor in enumerate(self._kept) if tensor is arg), None)
-                if role is not None:
-                    noted.places.append((at, role))
-                elif number is not None:
-                    noted.late.append((at, sequence_address(number)))
-                else:
-                    raise _UnknownTensor
-                noted.values[at] = None  # do not keep the tensor alive
-            elif _is_descriptor(arg):
-                rest = {name: value for name, value in vars(arg).items() if name != "base"}
-                role = self._role(arg.base)
-                if role is None:
-                    raise _UnknownTensor
-                noted.tiles.append((at, role, Tiles(type(arg), rest)))
-                noted.values[at] = None
-            elif isinstance(arg, tuple):
-                inner = self._noted(arg)
-                noted.values[at] = tuple(inner.values)  # a plain one: launchers take longer to read a named one
-                if not inner.is_constant:
-                    noted.parts.append((at, inner))
-        return noted
+    def _find(self, tensor: Tensor) -> int | str:
+        """See `Find`."""
+        role = next((role for role, candidate in enumerate(self._tensors) if candidate is tensor), None)
+        if role is not None:
+            return role
+        number = next((n for n, kept in enumerate(self._kept) if kept is tensor), None)
+        if number is None:
+            raise _UnknownTensor
+        return sequence_address(number)
 
-    def _role(self, tensor: Tensor) -> int | None:
-        return next((role for role, candidate in enumerate(self._tensors) if candidate is tensor), None)
+
+def _iterate_tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _iterate_tensors(arg)
+        elif _is_descriptor(arg):
+            yield arg.base
 
 
 def _is_descriptor(arg: Any) -> bool:

@@ -10,33 +10,22 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foci.backends.contract import Inputs
+from foci.backends.gpu import cuda_driver
 from foci.backends.gpu.allocations import New, Parts, Scratch
+from foci.backends.gpu.cuda_driver import Kernel, Shape, TensorMap, encode_tiles
 from foci.backends.gpu.stream_state import tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens
+from foci.compat.triton import MapFacts
 
-__all__ = [
-    "Arguments",
-    "Binding",
-    "Launch",
-    "LaunchList",
-    "Maps",
-    "Sized",
-    "Source",
-    "Template",
-    "Tiles",
-    "late_counts",
-    "sequence_address",
-]
+__all__ = ["Arguments", "Binding", "Launch", "LaunchList", "Maps", "Run", "Sized", "Source", "Template", "sequence_address"]
 
 Source: TypeAlias = Callable[[Any, Tokens, Inputs], Inputs]
 """(sequences, tokens, captured tensors) -> the tensors that a pass reads besides its inputs, such as task records."""
@@ -49,122 +38,81 @@ class Binding(NamedTuple):
     kept: Inputs  # tensors from the `Source`s
 
 
-class Tiles(NamedTuple):
-    """A tensor descriptor without its base. Called with a base, it makes the descriptor."""
-
-    kind: type
-    rest: dict[str, Any]
-    known: Mapping[int, Any] = types.MappingProxyType({})
-    """Always empty, for the interface of `Maps`: a cached descriptor would keep its tensor alive."""
-
-    def __call__(self, base: Any, address: Any) -> Any:
-        descriptor: Any = object.__new__(self.kind)  # checked when the list was built
-        descriptor.__dict__ = {"base": base, **self.rest}
-        return descriptor
-
-    @property
-    def varies(self) -> bool:
-        """Whether the shape depends on the number of tokens."""
-        return any(isinstance(n, Count) for n in self.rest["shape"])
-
-    def bound(self, tokens: Tokens) -> Tiles:
-        """Return the tiles for another number of tokens."""
-        if not self.varies:
-            return self
-        shape = [n.of(tokens) if isinstance(n, Count) else n for n in self.rest["shape"]]
-        return self._replace(rest={**self.rest, "shape": shape})
-
-
 class Arguments(NamedTuple):
-    """Arguments of a launch, with gaps that are filled when it is bound, and at each launch."""
+    """Arguments of a launch, with gaps that are filled when it is bound, and at each launch.
 
-    values: list[Any]
+    The first three values are the number of programs in each direction, those after it parameters, as `cuda_driver.Launch` takes them.
+    """
+
+    values: list[int]
     places: list[tuple[int, int]]  # (index, role): filled with an address at each launch
-    tiles: list[tuple[int, int, Any]]  # (index, role, `Tiles` or `Maps`): filled with a descriptor at each launch
-    parts: list[tuple[int, Arguments]]  # (index, arguments): tuples that have gaps themselves
+    maps: list[tuple[int, int, Maps]]  # (index, role, maker): filled with a tensor map at each launch
     late: list[tuple[int, str]]  # (index, expression): filled by binding; `t` are the tokens, `k` the addresses of `Binding.kept`
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether there are no gaps."""
-        return not (self.places or self.tiles or self.parts or self.late)
+    def add(self, value: int) -> None:
+        """Add a number, which may be a `Count`."""
+        if isinstance(value, Count):
+            self.add_late(value.text)
+        else:
+            self.values.append(value)
 
-    def after(self, head: tuple[Any, ...]) -> Arguments:
-        """Put `head` before these arguments."""
-        by, (values, places, tiles, parts, late) = len(head), self
-        return Arguments(
-            [*head, *values], [(at + by, role) for at, role in places], [(at + by, role, maker) for at, role, maker in tiles],
-            [(at + by, part) for at, part in parts], [*late_counts(head), *((at + by, text) for at, text in late)],
-        )  # fmt: skip
+    def add_late(self, text: str) -> None:
+        """Add a gap that binding fills in."""
+        self.late.append((len(self.values), text))
+        self.values.append(0)
 
-    def filler(self) -> Filler:
-        """Generate the function that fills in addresses at each launch: straight-line code, without a loop."""
-        return _filler(_code("fill(v, m, a, o)", self._filled("v", itertools.count())))
+    def add_place(self, role: int) -> None:
+        """Add the address of a tensor."""
+        self.places.append((len(self.values), role))
+        self.values.append(0)
+
+    def add_map(self, role: int, maps: Maps) -> None:
+        """Add a tensor map."""
+        self.maps.append((len(self.values), role, maps))
+        self.values.append(0)
 
     def binder(self) -> Binder | None:
         """Generate the function that fills in `late` when a template is bound; None if there is nothing to fill in."""
-        exprs = self._bound("v")
-        return _binder(_code("bind(v, t, k)", exprs)) if exprs else None
+        if not self.late:
+            return None
+        lines = ["def bind(v, t, k):", "x = v.copy()", *(f"x[{at}] = {text}" for at, text in self.late), "return x"]
+        binder: Binder = _generated("bind", "\n    ".join(lines))
+        return binder
 
-    def _filled(self, prefix: str, makers: Iterator[int]) -> dict[int, str]:
-        """Expressions of arguments with addresses, by index, over `m`, the `makers`, `a`, the addresses, and `o`, the tensors or None."""
-        exprs = {at: f"a[{role}]" for at, role in self.places}
-        for (at, role, _), n in zip(self.tiles, makers, strict=False):
-            exprs[at] = f"m[{n}].known.get(a[{role}]) or described(m[{n}], a[{role}], o and o[{role}])"
-        for at, part in self.parts:
-            if inner := part._filled(f"{prefix}[{at}]", makers):
-                exprs[at] = part._tuple(f"{prefix}[{at}]", inner)
-        return exprs
-
-    def _bound(self, prefix: str) -> dict[int, str]:
-        """Expressions of arguments that binding fills in, by index."""
-        exprs = dict(self.late)
-        for at, part in self.parts:
-            if inner := part._bound(f"{prefix}[{at}]"):
-                exprs[at] = part._tuple(f"{prefix}[{at}]", inner)
-        return exprs
-
-    def _tuple(self, prefix: str, exprs: dict[int, str]) -> str:
-        return f"({', '.join(({n: f'{prefix}[{n}]' for n in range(len(self.values))} | exprs).values())},)"
-
-    def makers(self) -> list[Any]:
-        """`Tiles` and `Maps`, in the order in which `filler` numbers them."""
-        return [maker for _, _, maker in self.tiles] + [maker for _, part in self.parts for maker in part.makers()]
+    def starter(self) -> Starter:
+        """Generate the function that makes the function that launches: straight-line code, without a loop."""
+        fills = [f"slots[{at - _GRID}] = a[{role}]" for at, role in self.places]
+        for n, (at, role, _) in enumerate(self.maps):
+            fills += [f"map{n} = maps[{n}].known.get(a[{role}]) or maps[{n}](a[{role}])", f"pointers[{at - _GRID}] = map{n}.address"]
+        lines = [
+            "def start(slots, pointers, maps, lock, run, call, recover):",
+            "    config, kernel, places, extra = call",
+            "    def launch(a):",
+            "        with lock:",
+            *(f"            {line}" for line in fills),
+            "            error = run(config, kernel, places, extra)",
+            "            if error:",
+            "                recover(error)",
+            "    return launch",
+        ]
+        starter: Starter = _generated("start", "\n".join(lines))
+        return starter
 
 
-Filler: TypeAlias = Callable[[list[Any], list[Any], list[int | None], list[Any] | None], list[Any]]
-"""(bound arguments, makers of descriptors, addresses, tensors or None) -> arguments of a launch."""
-Binder: TypeAlias = Callable[[list[Any], Tokens, list[int | None]], list[Any]]
-"""(arguments, tokens, addresses of `Binding.kept`) -> bound arguments."""
-
-
-def _code(head: str, exprs: dict[int, str]) -> str:
-    return "\n    ".join([f"def {head}:", "x = v.copy()", *(f"x[{at}] = {text}" for at, text in exprs.items()), "return x"])
+_GRID: Final = 3
+Binder: TypeAlias = Callable[[list[int], Tokens, list[int | None]], list[int]]
+"""(values, tokens, addresses of `Binding.kept`) -> bound values."""
+Run: TypeAlias = Callable[[list[Any]], None]
+"""Launches for the addresses of a pass's tensors, by role."""
+Starter: TypeAlias = Callable[..., Run]
+"""Memory of a launch and what belongs to it (`cuda_driver.Launch`) -> the function that launches."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _filler(text: str) -> Filler:
-    namespace: dict[str, Any] = {"described": _describe_tensor}
-    exec(text, namespace)  # generated here, from numbers alone
-    fill: Filler = namespace["fill"]
-    return fill
-
-
-@functools.lru_cache(maxsize=1024)
-def _binder(text: str) -> Binder:
+def _generated(name: str, text: str) -> Any:
     namespace: dict[str, Any] = {}
     exec(text, namespace)  # generated here, from numbers and the expressions of `Count`s
-    bind: Binder = namespace["bind"]
-    return bind
-
-
-def _describe_tensor(maker: Any, address: int, tensor: Any) -> Any:
-    return maker(_Place(address) if tensor is None else tensor, address)
-
-
-def late_counts(values: Sequence[Any]) -> list[tuple[int, str]]:
-    """`Arguments.late` of the `Count`s among values."""
-    return [(at, n.text) for at, n in enumerate(values) if isinstance(n, Count)]
+    return namespace[name]
 
 
 def sequence_address(number: int) -> str:
@@ -172,39 +120,72 @@ def sequence_address(number: int) -> str:
     return f"k[{number}]"
 
 
-class Launch(NamedTuple):
-    """A launch of a compiled kernel."""
+class Launch:
+    """A launch of a kernel.
 
-    run: Callable[..., None]  # the kernel's launcher
-    arguments: Arguments
-    between: bool = False  # it only writes rows that belong to no sequence
-    compiled: Any = None  # keeps the kernel alive: Triton 3.8 and later unload it with its object
+    Args:
+        kernel: a loaded one.
+        shape: of its launches.
+        stream: of the launch.
+        arguments: its grid and parameters.
+
+    Attributes:
+        maps: makers of its tensor maps.
+        between: it only writes rows that belong to no sequence.
+    """
+
+    __slots__ = ("_bind", "_kernel", "_shape", "_start", "_stream", "_values", "between", "maps")
+
+    def __init__(self, kernel: Kernel, shape: Shape, stream: int, arguments: Arguments, *, between: bool) -> None:
+        self._kernel, self._shape, self._stream, self.between = kernel, shape, stream, between
+        self._values, self._bind, self._start = arguments.values, arguments.binder(), arguments.starter()
+        self.maps = [maps for _, _, maps in arguments.maps]
+
+    def bound(self, tokens: Tokens, kept: list[int | None], maps: Sequence[Maps]) -> Run:
+        """Return the function that launches for a number of tokens, sequences at these addresses, and makers of maps bound to them."""
+        values = self._values if self._bind is None else self._bind(self._values, tokens, kept)
+        if 0 in values[:_GRID]:
+            return _nothing
+        memory = cuda_driver.Launch(self._kernel, self._shape, values[:_GRID], self._stream, values[_GRID:])
+        return self._start(memory.slots, memory.pointers, maps, memory.lock, *memory.call, memory.recover)
+
+
+def _nothing(addresses: list[Any]) -> None:
+    """The launch of no programs."""
 
 
 class Maps:
-    """Cache of TMA descriptors by the base address of the tensor; all else of them is fixed by the geometry."""
+    """Tensor maps of a tensor, made once for each of its addresses.
 
-    def __init__(self, tiles: Tiles, make: Callable[..., list[Any]], metadata: Any) -> None:
-        self._tiles, self._make, self._metadata = tiles, make, metadata
-        self.varies = tiles.varies
+    Args:
+        facts: how the kernel reads tiles.
+        shape, strides: of the tensor, in elements; lengths may be `Count`s.
+
+    Attributes:
+        known: maps by address.
+    """
+
+    def __init__(self, facts: MapFacts, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self._facts, self._shape, self._strides = facts, (*shape,), strides
         self._of_others: OrderedDict[tuple[int, ...], Maps] = OrderedDict()
-        self.known: dict[int, Any] = {}
+        self.known: dict[int, TensorMap] = {}
 
-    def __call__(self, base: Any, address: Any) -> Any:
+    def __call__(self, address: int) -> TensorMap:
+        """The map for a tensor at an address that is not known."""
         if len(self.known) >= _MAPS:
             self.known.clear()
-        descriptor = self.known[address] = self._make(self._tiles(base, address), self._metadata)[0]
-        return descriptor
+        dtype, item_bytes, tile, swizzle = self._facts
+        made = self.known[address] = encode_tiles(address, dtype, item_bytes, self._shape, self._strides, tile, swizzle)
+        return made
 
     def bound(self, tokens: Tokens) -> Maps:
-        """The cache for another number of tokens: this one, if the descriptors do not depend on it."""
-        if not self.varies:
+        """The maker for another number of tokens: this one, if maps do not depend on it."""
+        if not any(isinstance(n, Count) for n in self._shape):
             return self
-        tiles = self._tiles.bound(tokens)
-        shape = tuple(tiles.rest["shape"])
+        shape = tuple([n.of(tokens) if isinstance(n, Count) else n for n in self._shape])
         maps = self._of_others.get(shape)
         if maps is None:
-            maps = self._of_others[shape] = Maps(tiles, self._make, self._metadata)
+            maps = self._of_others[shape] = type(self)(self._facts, shape, self._strides)
             if len(self._of_others) > _SHAPES:
                 self._of_others.popitem(last=False)
         return maps
@@ -217,7 +198,7 @@ _SHAPES: Final = 64
 class Template:
     """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with."""
 
-    __slots__ = ("_kept", "_results", "_sized", "_sources", "_ways", "launches", "makers", "news", "parts", "scratch")
+    __slots__ = ("_kept", "_results", "_sized", "_sources", "launches", "makers", "news", "parts", "scratch")
 
     def __init__(
         self, launches: list[Launch], news: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
@@ -231,13 +212,6 @@ class Template:
         self._sources = sources
         self._results = results
         self._sized: OrderedDict[Tokens, Sized] = OrderedDict()
-        self._ways: list[_Way] | None = None
-
-    def ways(self) -> list[_Way]:
-        """The launches, with the functions that fill in their arguments."""
-        if self._ways is None:
-            self._ways = [_Way.of(launch) for launch in self.launches]
-        return self._ways
 
     def sized(self, tokens: Tokens) -> Sized:
         """Return what depends on the number of tokens, cached by it."""
@@ -252,22 +226,17 @@ class Template:
         """Return the template with only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share
         one scratch allocation."""
         news = [new.packed if packed and n < count else new for n, new in enumerate(self.news)]
-        return self._with_ways(Template(self.launches, news, self._kept, self._sources, count))
+        return Template(self.launches, news, self._kept, self._sources, count)
 
     def unbound(self) -> Template | None:
         """Return the template for any sequences; None if it reads a tensor for which it has no `Source`."""
         if None in self._sources:
             return None
-        return self._with_ways(Template(self.launches, self.news, (), self._sources, self._results))
+        return Template(self.launches, self.news, (), self._sources, self._results)
 
     def anywhere(self) -> Template | None:
         """`unbound`; this template if it is that already."""
         return self if not self._kept and None not in self._sources else self.unbound()
-
-    def _with_ways(self, other: Template) -> Template:
-        """Let another template of the same launches share their generated functions."""
-        other._ways = self._ways
-        return other
 
     def as_built(self, tokens: Tokens) -> LaunchList:
         """Bind to the sequences that it was built with."""
@@ -281,36 +250,6 @@ class Template:
         return LaunchList(self, Binding((rows, columns), kept))
 
 
-class _Way(NamedTuple):
-    """A launch, with the functions that fill in its arguments."""
-
-    run: Callable[..., None]
-    fill: Filler
-    bind: Binder | None
-    values: list[Any]
-    makers: list[Any]  # of descriptors
-    varies: bool  # descriptors depend on the number of tokens
-    between: bool  # see `Launch`
-
-    @staticmethod
-    def of(launch: Launch) -> _Way:
-        run, arguments, between, _ = launch
-        makers = arguments.makers()
-        return _Way(run, arguments.filler(), arguments.binder(), arguments.values, makers, any(maker.varies for maker in makers), between)
-
-    def find_makers(self, tokens: Tokens) -> list[Any]:
-        return [maker.bound(tokens) for maker in self.makers] if self.varies else self.makers
-
-
-class _Place(NamedTuple):
-    """Stands in for a tensor of which only the address is read."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class Sized:
     """The parts of a launch list that depend on the number of tokens.
 
@@ -318,29 +257,24 @@ class Sized:
         joint, parts: the first tensors if they share one allocation, and the function that allocates them; else None.
         makes: functions that allocate the other results.
         scratch: (function that allocates the scratch memory, byte offset of each tensor), or None.
-        makers: makers of descriptors, for each launch.
+        maps: makers of tensor maps, for each launch.
         makes_rows: cache of `foci.backends.gpu.bound_launch`.
     """
 
-    __slots__ = ("joint", "makers", "makes", "makes_rows", "parts", "scratch")
+    __slots__ = ("joint", "makes", "makes_rows", "maps", "parts", "scratch")
 
     def __init__(self, template: Template, tokens: Tokens) -> None:
         self.joint = None if template.parts is None else template.parts.at(tokens)
         self.parts = None if self.joint is None else self.joint.maker()
         self.makes = [make(tokens) for make in template.makers]
         self.scratch = None if template.scratch is None else template.scratch.at(tokens)
-        self.makers = [way.find_makers(tokens) for way in template.ways()]
+        self.maps = [[maps.bound(tokens) for maps in launch.maps] for launch in template.launches]
         self.makes_rows: Any = None
 
     @property
     def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
         """Sizes, strides and dtypes of the results that are not `joint`."""
         return [make.args for make in self.makes]
-
-    @property
-    def takes_places(self) -> bool:
-        """Whether launches need only the addresses of tensors. They need the tensors where Triton's launcher makes descriptors."""
-        return all(isinstance(maker, Maps) for makers in self.makers for maker in makers)
 
 
 class LaunchList:
@@ -358,10 +292,7 @@ class LaunchList:
         self._binding = binding  # keeps tensors alive whose addresses are in the arguments
         self.sized = sized = template.sized(binding.tokens)
         kept = [None if t is None else t.data_ptr() for t in binding.kept]
-        self._launches = [
-            (way.run, way.fill, way.values if way.bind is None else way.bind(way.values, binding.tokens, kept), makers)
-            for way, makers in zip(template.ways(), sized.makers, strict=True)
-        ]
+        self._launches = [launch.bound(binding.tokens, kept, maps) for launch, maps in zip(template.launches, sized.maps, strict=True)]
 
     @property
     def tokens(self) -> Tokens:
@@ -386,33 +317,29 @@ class LaunchList:
         results = [make() for make in self.sized.makes]
         if self.sized.parts is not None:
             results[:0] = self.sized.parts()
-        tensors: list[Any] = [*inputs, *results]
-        self.launch(tensor_addresses(tensors) if places is None else places + [t.data_ptr() for t in results], tensors)
+        addresses = tensor_addresses(inputs) if places is None else places
+        self.launch(addresses + [t.data_ptr() for t in results])
         return results
 
-    def of_whole(self) -> Callable[[list[int | None]], None] | None:
+    def of_whole(self) -> Run | None:
         """Return a function that launches for addresses of inputs and results, without the kernels that fill gaps; None if there are no
         such kernels."""
-        launches = [launch for launch, way in zip(self._launches, self.template.ways(), strict=True) if not way.between]
-        if len(launches) == len(self._launches) or self.sized.scratch is not None or not self.sized.takes_places:
+        launches = [run for run, launch in zip(self._launches, self.template.launches, strict=True) if not launch.between]
+        if len(launches) == len(self._launches) or self.sized.scratch is not None:
             return None
 
         def launch(addresses: list[int | None]) -> None:
-            for run, fill, values, makers in launches:
-                run(*fill(values, makers, addresses, None))
+            for run in launches:
+                run(addresses)
 
         return launch
 
-    def launch(self, addresses: list[int | None], tensors: list[Any] | None = None) -> None:
-        """Launch for addresses of inputs and results, with scratch memory from the allocator. `tensors` may be None if
-        `Sized.takes_places`."""
+    def launch(self, addresses: list[int | None]) -> None:
+        """Launch for addresses of inputs and results, with scratch memory from the allocator."""
         if self.sized.scratch is not None:
             allocate, offsets = self.sized.scratch
             buffer = allocate()  # lives until all is launched
             start = buffer.data_ptr()
-            scratch = [start + offset for offset in offsets]
-            addresses += scratch
-            if tensors is not None:
-                tensors += map(_Place, scratch)
-        for run, fill, values, makers in self._launches:
-            run(*fill(values, makers, addresses, tensors))
+            addresses += [start + offset for offset in offsets]
+        for run in self._launches:
+            run(addresses)

@@ -1,8 +1,8 @@
 """Norms, derivatives and sums of columns of a transformer layer, host side: launches that take as little as one can.
 
 In training a layer of packed tokens launched some forty kernels, and waited for the host. The kernels of `layernorm_kernels` do several
-operations at once, and are launched by the function at the bottom of Triton's launcher: a kernel is compiled for a dtype and a width, and
-how many rows there are is a number that it is given. Nothing is kept of a call, so that CUDA graphs may be made of it.
+operations at once, and are launched by NVIDIA's driver: a kernel is compiled for a dtype and a width, and how many rows there are is a
+number that it is given. Nothing is kept of a call, so that CUDA graphs may be made of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor
 from foci.backends import row_kernels as contract
 from foci.backends.gpu import layernorm_kernels as kernels
 from foci.backends.gpu.compiling import Turn, Waiting, compile_in_parallel, launch_ahead, launch_waiting
+from foci.backends.gpu.cuda_driver import Launch
+from foci.backends.gpu.load_kernel import bits, compile_and_load
 from foci.backends.gpu.stream_state import allocator_on, has_launch_hooks
 from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.compat.cuda import current_device, is_capturing, raw_stream
-from foci.compat.triton import COMPILE_OPTIONS, find_bottom
+from foci.compat.triton import COMPILE_OPTIONS
 
 __all__ = ["ROW_KERNELS", "Backward", "Rows", "Sums"]
 
@@ -43,7 +45,6 @@ _LINES: Final = (256, 64)
 """Most programs that store column sums of a norm, and most parts into which rows are split for other column sums."""
 _PART: Final = (8, 256)
 """Rows and columns of a tile of other column sums."""
-_UNWATCHED: Final = (None, None, None)
 
 
 class _Kernel:
@@ -60,9 +61,10 @@ class _Kernel:
     def __init__(
         self, function: Any, pointers: tuple[torch.dtype, ...], numbers: tuple[float, ...], constants: Mapping[str, Any], warps: int
     ) -> None:
-        self._function, self._example, self._constants = function, (*pointers, *numbers), tuple(constants.values())
+        self._function, self._example = function, (*pointers, *numbers)
         self._options = {**constants, "num_warps": warps}
-        self._known: dict[int, tuple[Any, tuple[Any, ...], bool, Any]] = {}
+        self._kinds = ["*"] * len(pointers) + ["fp32" if isinstance(number, float) else "int" for number in numbers]
+        self._known: dict[int, Launch] = {}
         self._turns = threading.Lock()
 
     def is_known(self, device: int) -> bool:
@@ -76,44 +78,36 @@ class _Kernel:
 
     def launch(self, device: int, stream: int, programs: int, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> None:
         """Launch with contiguous tensors whose addresses are multiples of 16."""
-        known = self._known.get(device)
-        if known is None:
-            self.launch_first(device, programs, (*tensors, *numbers))
-            return
-        self.launch_known(device, stream, programs, *[t.data_ptr() for t in tensors], *numbers)
+        if not self.launch_known(device, stream, programs, *[t.data_ptr() for t in tensors], *numbers):
+            self.launch_first(device, stream, programs, (*tensors, *numbers))
 
     def launch_known(self, device: int, stream: int, programs: int, *arguments: float) -> bool:
         """Launch with addresses and numbers; False, with nothing done, if the kernel was not launched on the device before."""
         known = self._known.get(device)
         if known is None:
             return False
-        run, head, are_packed, _ = known
-        if are_packed:
-            run(programs, 1, 1, stream, *head, (*arguments, *self._constants))
-        else:
-            run(programs, 1, 1, stream, *head, *arguments, *self._constants)
+        values = [bits(kind, value) if kind == "fp32" else value for kind, value in zip(self._kinds, arguments, strict=True)]
+        with known.lock:
+            known.move(programs, stream)
+            known.slots[: len(values)] = values  # type: ignore[assignment]  # no floats are left
+            known.run()
         return True
 
-    def launch_first(self, device: int, programs: int, arguments: tuple[Any, ...]) -> None:
-        """Launch through Triton, which compiles the kernel, and remember its launcher."""
-        compiled_kernels: list[Any] = []
+    def launch_first(self, device: int, stream: int, programs: int, arguments: tuple[Any, ...]) -> None:
+        """Compile the kernel, and launch it; through Triton where that must launch it."""
+        plain, options = arguments, self._options
 
         def run() -> None:
-            compiled_kernels.append(self._function[(programs,)](*arguments, **COMPILE_OPTIONS, **self._options))
+            loaded = None if _INTERPRETED else compile_and_load(self._function, (programs,), plain, options)
+            if loaded is None:
+                self._function[(programs,)](*plain, **COMPILE_OPTIONS, **options)
+                return
+            self._known[device] = Launch(loaded.kernel, loaded.shape, (programs, 1, 1), stream, [0] * len(loaded.kernel.parameters))
+            places = [each.data_ptr() if isinstance(each, Tensor) else each for each in plain]
+            self.launch_known(device, stream, programs, *places)
 
         with self._turns:
-            launch_waiting([Waiting(self._function, arguments, self._options, run)])
-        if hasattr(compiled_kernels[0], "packed_metadata"):  # the interpreter compiles nothing
-            self._known[device] = _launcher(compiled_kernels[0])
-
-
-def _launcher(compiled: Any) -> tuple[Any, tuple[Any, ...], bool, Any]:
-    """(launcher, its arguments between the stream and the kernel's, whether it takes the kernel's as one tuple, the kernel, to keep it
-    loaded)."""
-    bottom = find_bottom(compiled)
-    if bottom is None or bottom.metadata:
-        return compiled.run, (compiled.function, compiled.packed_metadata, *_UNWATCHED), False, compiled
-    return bottom.run, (compiled.function, *bottom.settings), bottom.are_packed, compiled
+            launch_waiting([Waiting(self._function, plain, options, run)])
 
 
 def _block(width: int) -> int:
@@ -277,7 +271,8 @@ class Rows(NamedTuple):
         places = (at, of_added, of_scale, of_shift, out.data_ptr(), of_stats)
         if not kernel.launch_known(self.device, self.stream, programs, *places, rows, which, float(eps)):
             inputs = x, x if added is None else added, x if scale is None else scale, x if shift is None else shift
-            kernel.launch_first(self.device, programs, (*inputs, out, out if stats is None else stats, rows, which, float(eps)))
+            outputs = out, out if stats is None else stats
+            kernel.launch_first(self.device, self.stream, programs, (*inputs, *outputs, rows, which, float(eps)))
         return out
 
 

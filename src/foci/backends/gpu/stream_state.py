@@ -1,4 +1,4 @@
-"""The current stream, and whether launches may bypass Triton's launcher."""
+"""The current stream, and whether launches may bypass Triton."""
 
 from __future__ import annotations
 

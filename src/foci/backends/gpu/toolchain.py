@@ -1,8 +1,8 @@
 """Prepares Triton's compiler in threads, while the caller imports kernels and plans.
 
-Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files for its cache keys. It also asks ptxas for
-its version, and loads its driver, which it compiles with the machine's C compiler if its cache is empty. Nearly all of this runs outside of
-the GIL. On a machine that has compiled nothing yet, the workers that will compile start too.
+Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files for its cache keys, and asks ptxas for its
+version. Nearly all of this runs outside of the GIL. On a machine that has compiled nothing yet, the workers that will compile start too.
+Triton's driver would also have the machine's C compiler compile it; it is told to leave that until somebody launches through Triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 from foci.backends.compile_workers import start_waited_workers
 from foci.backends.gpu.caller_waits import caller_waits
 from foci.backends.gpu.kernel_store import is_empty
-from foci.compat.triton import assume_digest, digest_triton, ptxas_version
+from foci.compat.triton import assume_digest, defer_driver, digest_triton, ptxas_version
 
 __all__ = ["prepare_compiler", "wait_until_prepared"]
 
@@ -27,14 +27,14 @@ def prepare_compiler(arch: int) -> None:
     """Begin to prepare Triton's compiler, once in a process.
 
     Args:
-        arch: of the GPU, such as 90. Without a GPU the driver is left alone.
+        arch: of the GPU, such as 90. Without a GPU Triton's driver is left alone.
     """
     with _lock:
         if _begun or triton.knobs.runtime.interpret:
             return
-        steps: list[Callable[[], object]] = [lambda: assume_digest(digest_triton()), lambda: ptxas_version(arch)]
         if torch.cuda.is_available():
-            steps.append(lambda: triton.runtime.driver.active.utils)
+            defer_driver()
+        steps: list[Callable[[], object]] = [lambda: assume_digest(digest_triton()), lambda: ptxas_version(arch)]
         _begun.extend(threading.Thread(target=_try, args=(step,), name="foci-toolchain") for step in steps)
         for thread in _begun:
             thread.start()

@@ -1,0 +1,284 @@
+"""NVIDIA's driver API: loads compiled kernels, describes tensors to the GPU's copy engine, and launches.
+
+Triton's own way to these functions is C code that it compiles on each machine. The functions are public and their binary interface does
+not change, so they are called here through ctypes, which needs no compiler and costs a launch no more. Names and numbers are those of the
+CUDA Driver API Reference, 13.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_int64, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from typing import Any, Final, NamedTuple
+
+import torch
+
+__all__ = ["MAP_BYTES", "CudaError", "Kernel", "Launch", "Shape", "TensorMap", "encode_tiles", "is_there", "load", "shared_memory"]
+
+MAP_BYTES: Final = 128
+"""Size of a tensor map, which a kernel takes by value."""
+_INVALID_CONTEXT: Final = 201
+_MAX_SHARED_OPTIN: Final = 97
+"""Of the attributes of a device."""
+_MAX_THREADS: Final = 0
+"""Of the attributes of a function, as the next one."""
+_MAX_DYNAMIC_SHARED: Final = 8
+_PREFER_SHARED: Final = 1
+_SHARED_BY_DEFAULT: Final = 48 * 1024
+_COOPERATIVE: Final = 2
+"""Of the attributes of a launch, as the next one."""
+_PROGRAMMATIC_SERIALIZATION: Final = 6
+_L2_PROMOTION_128_BYTES: Final = 2
+
+
+class CudaError(RuntimeError):
+    """The driver refused a call."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value here is one integer."""
+
+    _fields_ = (("id", c_int), ("_", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig, which says how to launch."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("count", c_uint),
+    )
+
+
+@functools.cache
+def _driver() -> Any:
+    """The library of the driver; None where there is none."""
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+
+
+def is_there() -> bool:
+    """Whether the driver is installed, and recent enough to know these functions: of CUDA 12.4 or later."""
+    return _driver() is not None and hasattr(_driver(), "cuFuncGetParamInfo")
+
+
+def _check(error: int, what: str) -> None:
+    if error:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, byref(text))
+        raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {error})")
+
+
+class Kernel:
+    """A kernel that is loaded on a device; it is unloaded with this object.
+
+    Attributes:
+        function: the driver's handle.
+        parameters: bytes of each parameter.
+        most_threads: that a program of it may have.
+    """
+
+    __slots__ = ("__weakref__", "function", "most_threads", "parameters")
+
+    def __init__(self, module: c_void_p, function: c_void_p, most_threads: int) -> None:
+        handle = function.value
+        assert handle is not None, "the driver names each function"
+        self.function, self.parameters, self.most_threads = handle, tuple(_parameters(function)), most_threads
+        weakref.finalize(self, _driver().cuModuleUnload, module).atexit = False  # the driver has ended by then
+
+
+def shared_memory(device: int) -> int:
+    """The most bytes of shared memory that a program may ask for."""
+    number, most = c_int(), c_int()
+    _check(_driver().cuDeviceGet(byref(number), device), f"cannot use device {device}")
+    _check(_driver().cuDeviceGetAttribute(byref(most), _MAX_SHARED_OPTIN, number), f"cannot ask how much shared memory device {device} has")
+    return most.value
+
+
+def load(device: int, binary: bytes, name: str, shared: int) -> Kernel:
+    """Load a kernel.
+
+    Args:
+        device: which is the current one.
+        binary: cubin with the kernel.
+        name: of the kernel in it.
+        shared: bytes of shared memory that its launches ask for, at most as many as the device has.
+
+    Raises:
+        CudaError: if the driver refuses.
+    """
+    cuda, module, function, threads = _driver(), c_void_p(), c_void_p(), c_int()
+    _enter(device)
+    _check(cuda.cuModuleLoadData(byref(module), binary), f"cannot load the kernel {name}")
+    _check(cuda.cuModuleGetFunction(byref(function), module, name.encode()), f"cannot find the kernel {name} in its binary")
+    if shared > _SHARED_BY_DEFAULT:
+        _check(cuda.cuFuncSetCacheConfig(function, _PREFER_SHARED), f"cannot give the kernel {name} shared memory")
+        _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"cannot give the kernel {name} {shared} B of shared memory")
+    _check(cuda.cuFuncGetAttribute(byref(threads), _MAX_THREADS, function), f"cannot ask how many threads the kernel {name} may have")
+    return Kernel(module, function, threads.value)
+
+
+def _parameters(function: c_void_p) -> list[int]:
+    """Bytes of each parameter; the driver refuses the one after the last."""
+    sizes: list[int] = []
+    offset, size = c_size_t(), c_size_t()
+    while _driver().cuFuncGetParamInfo(function, c_size_t(len(sizes)), byref(offset), byref(size)) == 0:
+        sizes.append(size.value)
+    return sizes
+
+
+def _enter(device: int) -> None:
+    """Give this thread the context of a device, unless it has one, as a thread has in which torch has used the device."""
+    cuda, context = _driver(), c_void_p()
+    _check(cuda.cuCtxGetCurrent(byref(context)), "cannot ask for the context")
+    if context.value is None:
+        number = c_int()
+        _check(cuda.cuDeviceGet(byref(number), device), f"cannot use device {device}")
+        _check(cuda.cuDevicePrimaryCtxRetain(byref(context), number), f"cannot use device {device}")
+        _check(cuda.cuCtxSetCurrent(context), f"cannot use device {device}")
+
+
+class TensorMap:
+    """How tiles of a tensor are copied: CUtensorMap. `address` is where it lies, as long as this object lives."""
+
+    __slots__ = ("_memory", "address")
+
+    def __init__(self) -> None:
+        self._memory = (ctypes.c_char * (2 * MAP_BYTES))()
+        start = ctypes.addressof(self._memory)
+        self.address = start + -start % MAP_BYTES
+
+
+@functools.cache
+def _version() -> int:
+    version = c_int()
+    _check(_driver().cuDriverGetVersion(byref(version)), "cannot ask for the driver's version")
+    return version.value
+
+
+def encode_tiles(
+    address: int, dtype: int, item_bytes: int, shape: Sequence[int], strides: Sequence[int], tile: Sequence[int], swizzle: int
+) -> TensorMap:
+    """Describe a tensor whose tiles are copied to and from shared memory; what lies outside of it reads as zeros.
+
+    Args:
+        address: of the tensor.
+        dtype: CUtensorMapDataType.
+        item_bytes: of an element.
+        shape, strides, tile: in elements; the last dimension is contiguous.
+        swizzle: CUtensorMapSwizzle.
+
+    Raises:
+        CudaError: if the driver refuses.
+    """
+    rank, tensor_map = len(shape), TensorMap()
+    lengths = (c_uint64 * rank)(*reversed(shape))
+    steps = (c_uint64 * rank)(*[item_bytes * step for step in reversed(strides[:-1])])
+    box, ones = (c_uint32 * rank)(*reversed(tile)), (c_uint32 * rank)(*[1] * rank)
+    error = _driver().cuTensorMapEncodeTiled(
+        c_void_p(tensor_map.address), c_int(dtype), c_uint32(rank), c_void_p(address), lengths, steps, box, ones, c_int(0), c_int(swizzle),
+        c_int(_L2_PROMOTION_128_BYTES), c_int(0),
+    )  # fmt: skip
+    if error:
+        _check(error, f"cannot describe a tensor of shape {tuple(shape)} and strides {tuple(strides)} in tiles {tuple(tile)}")
+    if _version() <= 13010 and item_bytes * sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) < 128 * 1024:
+        # drivers up to 13.1 set a flag that small tensors must not have; CUTLASS and Triton take it away too
+        (c_uint64 * 2).from_address(tensor_map.address)[1] &= ~(1 << 21)
+    return tensor_map
+
+
+class Shape(NamedTuple):
+    """Settings that all launches of a kernel have in common.
+
+    Attributes:
+        threads: of a program.
+        shared: bytes of shared memory of a program.
+        is_cooperative: all programs run at once.
+        is_dependent: the kernel may start before the one before it in the stream has ended.
+    """
+
+    threads: int
+    shared: int
+    is_cooperative: bool
+    is_dependent: bool
+
+
+class Launch:
+    """A launch of a kernel, in memory that the driver reads: whoever changes it holds `lock` until `run` has returned.
+
+    Args:
+        kernel: a loaded one.
+        shape: of its launches.
+        grid: number of programs in each direction.
+        stream: of the launch.
+        values: of the parameters: integers, or the bits of other numbers; 0 for an address or a tensor map that is filled in.
+
+    Attributes:
+        slots: the values.
+        pointers: addresses of the parameters: of slots, until a tensor map takes a slot's place.
+    """
+
+    __slots__ = ("_attributes", "_call", "_config", "_kernel", "_run", "lock", "pointers", "slots")
+
+    def __init__(self, kernel: Kernel, shape: Shape, grid: Sequence[int], stream: int, values: Sequence[int]) -> None:
+        switches = ((_PROGRAMMATIC_SERIALIZATION, shape.is_dependent), (_COOPERATIVE, shape.is_cooperative))
+        on = [_Attribute(number, 0, 1) for number, is_on in switches if is_on]
+        self._attributes = (_Attribute * len(on))(*on)
+        attributes = ctypes.addressof(self._attributes) if on else None
+        self._config = _Config((*grid,), (shape.threads, 1, 1), shape.shared, stream, attributes, len(on))
+        count = len(values)
+        self.slots = (c_int64 * count)(*values)
+        start = ctypes.addressof(self.slots)
+        self.pointers = (c_void_p * count)(*range(start, start + 8 * count, 8))
+        self.lock = threading.Lock()
+        self._kernel = kernel  # stays loaded
+        self._run, self._call = _launch(), (ctypes.addressof(self._config), kernel.function, ctypes.addressof(self.pointers), None)
+
+    def move(self, programs: int, stream: int) -> None:
+        """Change the number of programs, in the first direction, and the stream."""
+        self._config.grid[0], self._config.stream = programs, stream
+
+    def run(self) -> None:
+        """Launch the kernel with the values as they are.
+
+        Raises:
+            CudaError: if the driver refuses.
+        """
+        error = self._run(*self._call)
+        if error:
+            self.recover(error)
+
+    @property
+    def call(self) -> tuple[Callable[..., int], tuple[int, int, int, None]]:
+        """The driver's function behind `run` and its arguments, for those to whom a call of Python counts. It returns an error for
+        `recover`, or 0."""
+        return self._run, self._call
+
+    def recover(self, error: int) -> None:
+        """Launch again, from a thread that had no context yet.
+
+        Raises:
+            CudaError: if that was not why, or the driver refuses again.
+        """
+        if error == _INVALID_CONTEXT:
+            _enter(torch.cuda.current_device())
+            error = self._run(*self._call)
+        _check(error, "cannot launch a kernel")
+
+
+@functools.cache
+def _launch() -> Any:
+    function = _driver().cuLaunchKernelEx
+    function.argtypes = (c_void_p,) * 4
+    return function
