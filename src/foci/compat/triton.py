@@ -193,7 +193,7 @@ class LaunchFacts(NamedTuple):
         shared: bytes of shared memory of a program.
         is_cooperative: all programs run at once.
         is_dependent: it may start before the kernel before it in the stream has ended.
-        signature: the type of each argument; "constexpr" for one that the kernel does not take, a tuple for a tuple.
+        signature: the type of each argument; "constexpr" for one of which the kernel takes nothing, a tuple for another tuple.
         maps: of its tensor descriptors, in order. Each is passed as a tensor map, lengths and strides.
     """
 
@@ -225,9 +225,18 @@ def launch_facts(compiled: Any) -> LaunchFacts | None:
         if m.target.backend != "cuda" or m.num_ctas != 1 or m.global_scratch_size or m.profile_scratch_size:
             return None
         switches = bool(m.launch_cooperative_grid), bool(m.launch_pdl)
-        return LaunchFacts(m.name, compiled.asm["cubin"], m.num_warps, m.shared, *switches, (*compiled.src.signature.values(),), (*maps,))
+        signature = tuple(map(_kind, compiled.src.signature.values()))
+        return LaunchFacts(m.name, compiled.asm["cubin"], m.num_warps, m.shared, *switches, signature, (*maps,))
     except (ImportError, AttributeError, KeyError, TypeError):
         return None
+
+
+def _kind(kind: Any) -> Any:
+    """A type of a signature, where a tuple of which the kernel takes nothing is not taken apart."""
+    if not isinstance(kind, tuple):
+        return kind
+    kinds = tuple(map(_kind, kind))
+    return kinds if any(part != "constexpr" for part in kinds) else "constexpr"
 
 
 def _map_facts(

@@ -75,6 +75,8 @@ def direct(loaded: Loaded, grid: tuple[int, ...], stream: int, args: Sequence[An
 def _add_all(arguments: Arguments, args: Sequence[Any], kinds: Sequence[Any], maps: Iterator[MapFacts], find: Find) -> None:
     """Add the parameters that arguments of these types become, as `parameter_sizes` counts them."""
     for arg, kind in zip(args, kinds, strict=True):
+        if kind == "constexpr":
+            continue
         if isinstance(kind, tuple):
             _add_all(arguments, arg, kind, maps, find)
         elif kind.startswith("tensordesc"):
@@ -85,15 +87,14 @@ def _add_all(arguments: Arguments, args: Sequence[Any], kinds: Sequence[Any], ma
             for n in (*arg.shape, *arg.strides):
                 arguments.add(n)
         elif isinstance(arg, Tensor):
-            if kind != "constexpr":
-                role = find(arg)
-                arguments.add_late(role) if isinstance(role, str) else arguments.add_place(role)
-        elif kind != "constexpr":
+            role = find(arg)
+            arguments.add_late(role) if isinstance(role, str) else arguments.add_place(role)
+        else:
             arguments.add(arg if isinstance(arg, int) else bits(kind, arg))
 
 
 class _Pending(NamedTuple):
-    """A launch through Triton, in numbers and tensors. It is needed only if the rest of the pass turns out not to be repeatable."""
+    """A launch in numbers and tensors. It is needed only if the rest of the pass turns out not to be repeatable."""
 
     function: Any
     grid: tuple[int, ...]
@@ -105,7 +106,7 @@ class LaunchBuilder:
     """Builds the launch list of a pass, and runs it once, on the tensors that it was built with.
 
     Nothing is launched before `finish`: the first run launches what every later run does. A pass that cannot be repeated is launched
-    through Triton instead, kernel by kernel.
+    kernel by kernel.
 
     Args:
         inputs: the input tensors of the pass; None for an absent one.
