@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 import threading
-import weakref
+from array import array
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_int, c_int64, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,23 +41,13 @@ class CudaError(RuntimeError):
     """The driver refused a call."""
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value here is one integer."""
-
-    _fields_ = (("id", c_int), ("_", c_int), ("value", c_int), ("rest", c_int * 15))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig, which says how to launch."""
-
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("count", c_uint),
-    )
+_ATTRIBUTE: Final = struct.Struct("=i4xi60x")
+"""CUlaunchAttribute, whose value here is one integer."""
+_CONFIG: Final = struct.Struct("=7I4xQQI4x")
+"""CUlaunchConfig, which says how to launch: grid, threads, bytes of shared memory, stream, address and number of attributes."""
+_PROGRAMS: Final = struct.Struct("=I")
+_STREAM: Final = struct.Struct("=Q")
+_STREAM_AT: Final = 32
 
 
 @functools.cache
@@ -80,8 +71,8 @@ def _check(error: int, what: str) -> None:
         raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {error})")
 
 
-class Kernel:
-    """A kernel that is loaded on a device; it is unloaded with this object.
+class Kernel(NamedTuple):
+    """A kernel that is loaded on a device, for as long as the process lives: CUDA graphs may launch it.
 
     Attributes:
         function: the driver's handle.
@@ -89,13 +80,9 @@ class Kernel:
         most_threads: that a program of it may have.
     """
 
-    __slots__ = ("__weakref__", "function", "most_threads", "parameters")
-
-    def __init__(self, module: c_void_p, function: c_void_p, most_threads: int) -> None:
-        handle = function.value
-        assert handle is not None, "the driver names each function"
-        self.function, self.parameters, self.most_threads = handle, tuple(_parameters(function)), most_threads
-        weakref.finalize(self, _driver().cuModuleUnload, module).atexit = False  # the driver has ended by then
+    function: int
+    parameters: tuple[int, ...]
+    most_threads: int
 
 
 def shared_memory(device: int) -> int:
@@ -126,7 +113,9 @@ def load(device: int, binary: bytes, name: str, shared: int) -> Kernel:
         _check(cuda.cuFuncSetCacheConfig(function, _PREFER_SHARED), f"cannot give the kernel {name} shared memory")
         _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"cannot give the kernel {name} {shared} B of shared memory")
     _check(cuda.cuFuncGetAttribute(byref(threads), _MAX_THREADS, function), f"cannot ask how many threads the kernel {name} may have")
-    return Kernel(module, function, threads.value)
+    handle = function.value
+    assert handle is not None, "the driver names each function"
+    return Kernel(handle, tuple(_parameters(function)), threads.value)
 
 
 def _parameters(function: c_void_p) -> list[int]:
@@ -229,25 +218,24 @@ class Launch:
         pointers: addresses of the parameters: of slots, until a tensor map takes a slot's place.
     """
 
-    __slots__ = ("_attributes", "_call", "_config", "_kernel", "_run", "lock", "pointers", "slots")
+    __slots__ = ("_attributes", "_call", "_config", "_run", "lock", "pointers", "slots")
 
     def __init__(self, kernel: Kernel, shape: Shape, grid: Sequence[int], stream: int, values: Sequence[int]) -> None:
-        switches = ((_PROGRAMMATIC_SERIALIZATION, shape.is_dependent), (_COOPERATIVE, shape.is_cooperative))
-        on = [_Attribute(number, 0, 1) for number, is_on in switches if is_on]
-        self._attributes = (_Attribute * len(on))(*on)
-        attributes = ctypes.addressof(self._attributes) if on else None
-        self._config = _Config((*grid,), (shape.threads, 1, 1), shape.shared, stream, attributes, len(on))
-        count = len(values)
-        self.slots = (c_int64 * count)(*values)
-        start = ctypes.addressof(self.slots)
-        self.pointers = (c_void_p * count)(*range(start, start + 8 * count, 8))
+        self._attributes = attributes = _attributes(shape.is_cooperative, shape.is_dependent)
+        address, count = attributes.buffer_info()[0] if attributes else 0, len(attributes) // _ATTRIBUTE.size
+        config = _CONFIG.pack(*grid, shape.threads, 1, 1, shape.shared, stream, address, count)
+        self._config = array("B", config)
+        self.slots = array("q", values)
+        start, length = self.slots.buffer_info()
+        self.pointers = array("Q", struct.pack(f"={length}Q", *range(start, start + 8 * length, 8)))
         self.lock = threading.Lock()
-        self._kernel = kernel  # stays loaded
-        self._run, self._call = _launch(), (ctypes.addressof(self._config), kernel.function, ctypes.addressof(self.pointers), None)
+        self._run, self._call = _launch(), (self._config.buffer_info()[0], kernel.function, self.pointers.buffer_info()[0], None)
 
-    def move(self, programs: int, stream: int) -> None:
-        """Change the number of programs, in the first direction, and the stream."""
-        self._config.grid[0], self._config.stream = programs, stream
+    def move(self, programs: int, stream: int, values: Sequence[int]) -> None:
+        """Change the number of programs, in the first direction, the stream, and the first values."""
+        _PROGRAMS.pack_into(self._config, 0, programs)
+        _STREAM.pack_into(self._config, _STREAM_AT, stream)
+        self.slots[: len(values)] = array("q", values)
 
     def run(self) -> None:
         """Launch the kernel with the values as they are.
@@ -275,6 +263,12 @@ class Launch:
             _enter(torch.cuda.current_device())
             error = self._run(*self._call)
         _check(error, "cannot launch a kernel")
+
+
+@functools.cache
+def _attributes(is_cooperative: bool, is_dependent: bool) -> array[int]:
+    switches = ((_PROGRAMMATIC_SERIALIZATION, is_dependent), (_COOPERATIVE, is_cooperative))
+    return array("B", b"".join(_ATTRIBUTE.pack(number, 1) for number, is_on in switches if is_on))
 
 
 @functools.cache

@@ -86,10 +86,9 @@ class _Kernel:
         known = self._known.get(device)
         if known is None:
             return False
-        values = [bits(kind, value) if kind == "fp32" else value for kind, value in zip(self._kinds, arguments, strict=True)]
+        values = [bits(kind, value) if kind == "fp32" else int(value) for kind, value in zip(self._kinds, arguments, strict=True)]
         with known.lock:
-            known.move(programs, stream)
-            known.slots[: len(values)] = values  # type: ignore[assignment]  # no floats are left
+            known.move(programs, stream, values)
             known.run()
         return True
 
