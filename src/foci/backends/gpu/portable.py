@@ -132,5 +132,7 @@ def row_kernels(target: Target) -> RowKernels | None:
     if _reject_target(target) is not None or self_check.is_needed(target):
         return None
     from foci.backends.gpu.layernorm import ROW_KERNELS
+    from foci.backends.gpu.toolchain import prepare_compiler
 
+    prepare_compiler(target.arch)
     return ROW_KERNELS
