@@ -410,7 +410,7 @@ def block_classes(block_mask: Any) -> Tensor:
     if not _may_be_kept(tensors):
         return _classes(lists)
     stream = raw_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0  # on another one the classes may not be there yet
-    key = (stream, *map(tensor_state, tensors))
+    key = (stream, *[tensor_state(t) for t in tensors])
     classes: Tensor | None = find_derived("block classes", key)
     if classes is None:
         classes = _classes(lists)
@@ -428,14 +428,12 @@ def _classes(lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tens
 
 def _may_be_kept(lists: Sequence[Tensor]) -> bool:
     """Whether the lists are plain tensors whose changes are counted, and nothing is traced or captured."""
-    return (
-        not torch.compiler.is_compiling()
-        and count_dispatch_modes() == 0
-        and not are_transforms_open()
-        and {*map(type, lists)} == {Tensor}
-        and not any(map(Tensor.is_inference, lists))
-        and not (lists[0].is_cuda and is_capturing())
-    )
+    if torch.compiler.is_compiling() or count_dispatch_modes() or are_transforms_open():
+        return False
+    for tensor in lists:
+        if type(tensor) is not Tensor or tensor.is_inference():
+            return False
+    return not (lists[0].is_cuda and is_capturing())
 
 
 def from_classes(

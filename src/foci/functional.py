@@ -15,7 +15,7 @@ from foci.dispatch import run, run_packed
 from foci.errors import ArgumentError, DtypeError
 from foci.jagged import attend_nested, check_ungrouped, is_nested
 from foci.normalize import FlexAuxRequest, LseRequest, broadcast, causal_bias, lower_right_form, mask_parts, score_parts
-from foci.prepare import Extras, check_inputs, check_integers, check_is_flag, check_offsets, describe
+from foci.prepare import Extras, are_flags, check_inputs, check_integers, check_is_flag, check_offsets, describe
 from foci.problem import OUT_ALONE, Outputs, Results
 from foci.strided_nested import as_jagged, as_strided, has_strided
 from foci.variant import Mask, picklable
@@ -121,7 +121,8 @@ def scaled_dot_product_attention(
         torch.Size([2, 4, 10, 8])
     """
     check_inputs(query, key, value)
-    check_is_flag(is_causal=is_causal, enable_gqa=enable_gqa)
+    if not are_flags(is_causal, enable_gqa):
+        check_is_flag(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ArgumentError("is_causal=True excludes attn_mask: the mask says it all; pass one of them")
     if is_nested(query, key, value):
@@ -133,17 +134,13 @@ def scaled_dot_product_attention(
         extras = Extras(OUT_ALONE, scale=scale, dropout_p=dropout_p, honour_sdp_flags=True)
         results = attend_nested(tensors, score, mask, extras)
         return (as_strided(results) if strided else results).out
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise ArgumentError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
-    if (
-        query.dim() == 4
-        and query.size(0) == key.size(0) == value.size(0)
-        and key.size(1) == value.size(1)
-        and (query.size(1) == key.size(1) or enable_gqa)
-    ):
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1] and (q[1] == k[1] or enable_gqa):
         lead, tensors = None, (query, key, value)
     else:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() < 2:
+                raise ArgumentError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
         lead = _leading(query, key, value, enable_gqa=enable_gqa)
         tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
     mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key, grouped=enable_gqa)
@@ -314,7 +311,8 @@ def flex_attention(
         torch.Size([1, 2, 64, 16])
     """
     check_inputs(query, key, value)
-    check_is_flag(enable_gqa=enable_gqa, return_lse=return_lse)
+    if not are_flags(enable_gqa, return_lse):
+        check_is_flag(enable_gqa=enable_gqa, return_lse=return_lse)
     if return_lse and return_aux is not None:
         raise ArgumentError("return_lse and return_aux exclude each other; return_aux=AuxRequest(lse=True) has the logsumexp")
     if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
@@ -426,7 +424,8 @@ def varlen_attn(
         torch.Size([10, 4, 16])
     """
     check_inputs(query, key, value)
-    check_is_flag(enable_gqa=enable_gqa)
+    if not are_flags(enable_gqa):
+        check_is_flag(enable_gqa=enable_gqa)
     if block_table is not None:
         raise ArgumentError("block_table (keys in pages) is not taken by varlen_attn: foci.paged_attention attends to pages")
     if not query.dim() == key.dim() == value.dim() == 3:

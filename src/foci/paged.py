@@ -122,7 +122,8 @@ def paged_attention(
         torch.Size([2, 8, 1, 32])
     """
     check_inputs(query, key, value)
-    check_is_tensor(page_table=page_table, kv_lengths=kv_lengths)
+    if not (type(page_table) is type(kv_lengths) is Tensor and page_table.layout is kv_lengths.layout is torch.strided):
+        check_is_tensor(page_table=page_table, kv_lengths=kv_lengths)
     if page_table.dim() != 2 or key.dim() != 4:
         _check_pages(query, key, value, page_table, kv_lengths)  # says which is wrong
     if mask is not None and (isinstance(mask, Tensor) or hasattr(mask, "kv_num_blocks")):

@@ -28,6 +28,7 @@ __all__ = [
     "Extras",
     "Part",
     "alignment_note",
+    "are_flags",
     "check_inputs",
     "check_integers",
     "check_is_flag",
@@ -374,6 +375,11 @@ def check_inputs(query: Any, key: Any, value: Any) -> None:
     """`check_is_tensor` of query, key and value, which every call asks: most are dense tensors of torch's own class."""
     if not (type(query) is type(key) is type(value) is Tensor and query.layout is key.layout is value.layout is torch.strided):
         check_is_tensor(query=query, key=key, value=value)
+
+
+def are_flags(one: Any, other: Any = False) -> bool:
+    """Whether both are True or False, which every call asks; `check_is_flag` says which is not."""
+    return type(one) is type(other) is bool
 
 
 def check_is_flag(**named: Any) -> None:

@@ -191,7 +191,9 @@ def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
     if entry.scope is scope:
         return entry.token
     names = entry.names
-    if names is None or not all(_is_constant(name, scope) for name in names):
+    if not names:
+        return None if names is None else (entry.token,)
+    if not all(_is_constant(name, scope) for name in names):
         return None
     return (entry.token, *[scope[name] for name in names if name in scope])
 

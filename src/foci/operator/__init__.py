@@ -126,10 +126,9 @@ def optional_tensors(operands: Operands) -> OptionalTensors:
 
 def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
     """Whether nobody but autograd looks on: no mode, no transform, no graph that is made."""
-    return (
-        count_dispatch_modes() == 0
-        and not are_transforms_open()
-        and not torch.compiler.is_compiling()
-        and not is_jit_tracing()
-        and _PLAIN.issuperset(map(type, tensors))
-    )
+    if count_dispatch_modes() or are_transforms_open() or torch.compiler.is_compiling() or is_jit_tracing():
+        return False
+    for tensor in tensors:  # noqa: SIM110  a loop, as each call asks
+        if type(tensor) not in _PLAIN:
+            return False
+    return True

@@ -166,8 +166,14 @@ class RepeatablePasses:
         """`tensor_state` of the tensors whose values decide which tiles are visited; None if one has no version."""
         if blocks is None and not self.mask_slots:
             return ()
-        read = [t for t in (*(captures[slot] for slot in self.mask_slots), blocks) if t is not None]
-        return None if any(map(Tensor.is_inference, read)) else tuple(map(tensor_state, read))
+        states = []
+        for tensor in (*[captures[slot] for slot in self.mask_slots], blocks):
+            if tensor is None:
+                continue
+            if tensor.is_inference():
+                return None
+            states.append(tensor_state(tensor))
+        return tuple(states)
 
 
 def _forward_inputs(tensors: Inputs, optional: OptionalTensors) -> Inputs:
