@@ -1,8 +1,8 @@
 """NVIDIA's driver API: loads compiled kernels, describes tensors to the GPU's copy engine, and launches.
 
 Triton's own way to these functions is C code that it compiles on each machine. The functions are public and their binary interface does
-not change, so they are called here through ctypes, which needs no compiler. Names and numbers are those of the
-CUDA Driver API Reference, 13.0.
+not change, so they are called here through ctypes, which needs no compiler. Names and numbers are those of the CUDA Driver API Reference,
+13.0.
 """
 
 from __future__ import annotations
