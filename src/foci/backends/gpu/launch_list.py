@@ -312,13 +312,19 @@ class LaunchList:
     def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
         """Launch with other tensors of the same geometry, alignment and stream. Returns the results, in order.
 
-        `places`: addresses of the inputs, if the caller has them.
+        `places`: addresses of the inputs, if the caller has them; the list is taken over.
         """
-        results = [make() for make in self.sized.makes]
-        if self.sized.parts is not None:
-            results[:0] = self.sized.parts()
+        sized = self.sized
+        results = [make() for make in sized.makes]
+        if sized.parts is not None:
+            results[:0] = sized.parts()
         addresses = tensor_addresses(inputs) if places is None else places
-        self.launch(addresses + [t.data_ptr() for t in results])
+        addresses += [t.data_ptr() for t in results]
+        if sized.scratch is not None:
+            self.launch(addresses)
+            return results
+        for run in self._launches:  # as `launch`, without its call
+            run(addresses)
         return results
 
     def of_whole(self) -> Run | None:
