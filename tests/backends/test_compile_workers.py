@@ -1,5 +1,6 @@
 """Worker processes of the compiler: jobs are done elsewhere, a worker's end fails none silently, and idle workers end."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -128,13 +129,29 @@ def test_a_worker_that_ends_leaves_the_others(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
 
 
+def held_pipes():
+    """What the descriptors of this process name."""
+    names = set()
+    for end in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as that of the folder itself
+            names.add(os.readlink(f"/proc/self/fd/{end}"))
+    return names
+
+
 def test_workers_that_ended_hold_no_descriptors(pool, monkeypatch, tmp_path):
+    opened = set()
+
+    def note(pipes, inner=compile_workers._open_pipe):
+        inner(pipes)
+        opened.update(os.readlink(f"/proc/self/fd/{end}") for end in pipes[-2:])
+
+    monkeypatch.setattr(compile_workers, "_open_pipe", note)
     monkeypatch.setattr(compile_workers, "_IDLE_SECONDS", 0.01)
-    before = set(os.listdir("/proc/self/fd"))
     pool.submit(os.mkdir, str(tmp_path / "made").encode()).result(60)
+    assert opened
     wait_until_few_run(pool)
     deadline = time.monotonic() + 10
-    while (kept := set(os.listdir("/proc/self/fd")) - before) and time.monotonic() < deadline:
+    while (kept := opened & held_pipes()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not kept
 
