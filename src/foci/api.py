@@ -162,9 +162,7 @@ def attention(
     tensors = as_jagged((query, key, value)) if strided else (query, key, value)
     call = _checked(tensors, mask, score, bias, sink, scale, dropout_p, return_aux)
     results = attend_nested(*call) if nested else run(*call)
-    if strided:
-        results = as_strided(results)
-    return results.out if return_aux is None else returned(results, return_aux)
+    return returned(as_strided(results) if strided else results, return_aux)
 
 
 def returned(results: Results, return_aux: AuxRequest | None) -> Tensor | tuple[Tensor, AuxOutput]:

@@ -113,7 +113,7 @@ def put_stand_ins(monkeypatch):
 def replace_kernels(monkeypatch, stand_in, modules=LAUNCHED):
     """stand_in(kernel) in place of each kernel of the backend triton that these modules launch."""
     monkeypatch.setattr(cache_check, "ENABLED", False)  # stand-ins compute nothing that a second launch could be compared with
-    monkeypatch.setattr(launch_builder, "direct", NotedLaunch)
+    monkeypatch.setattr(launch_builder, "make_launch", NotedLaunch)
     monkeypatch.setattr(launch_builder, "compile_and_load", load_stand_in)
     for module, names in modules.items():
         for name in names:
@@ -135,7 +135,7 @@ def forget_launches(monkeypatch):
 
 
 class NotedLaunch:
-    """In place of `launch_builder.direct` and the launch that it makes: the arguments of each launch are those that Triton would be given,
+    """In place of `launch_builder.make_launch` and the launch that it makes: the arguments of each launch are those that Triton would be given,
     tensors as addresses, descriptors as `flat` has them."""
 
     maps = ()

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import re
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -98,7 +97,7 @@ class Cuda:
 
     def __init__(self, version=NEW_DRIVER):
         self.version = version
-        self.launches, self.loaded, self.maps, self.errors, self.entered, self.unloaded = [], [], [], [], [], []
+        self.launches, self.loaded, self.maps, self.errors, self.unloaded = [], [], [], [], []
         self.most_threads = 1024
         self.context, self.spare = 1, 0
 
@@ -122,7 +121,6 @@ class Cuda:
 
     def cuCtxSetCurrent(self, context):
         self.context = context.value
-        self.entered.append(threading.current_thread())
         return 0
 
     def cuDeviceGetAttribute(self, value, attribute, device):

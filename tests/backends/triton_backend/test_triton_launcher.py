@@ -238,6 +238,16 @@ def test_triton_launches_what_foci_cannot(driver, cuda, case, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_driver_that_tells_no_parameters_launches_kernels_of_known_releases(driver, cuda, monkeypatch):
+    """As one from before CUDA 12.4."""
+    monkeypatch.delattr(Cuda, "cuFuncGetParamInfo")
+    attention, operands = posed("causal", build_kernel, grads=False)
+    run_forward(attention, operands)
+    assert not driver.launches
+    assert [launch[0] for launch in cuda.launches if launch[0] not in TABLES] == ["attention_forward", "mend_rows"]
+
+
+@pytest.mark.slow
 def test_a_device_with_too_little_shared_memory(driver, cuda, monkeypatch):
     monkeypatch.setattr(cuda_driver, "shared_memory", lambda device: 1000)
     attention, operands = posed("causal", build_kernel, grads=False)

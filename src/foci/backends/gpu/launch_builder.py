@@ -50,7 +50,7 @@ Find: TypeAlias = Callable[[Tensor], int | str]
 """A tensor -> its role, or the expression of its address where binding fills it in."""
 
 
-def direct(loaded: Loaded, grid: tuple[int, ...], stream: int, args: Sequence[Any], find: Find, *, between: bool = False) -> Launch:
+def make_launch(loaded: Loaded, grid: tuple[int, ...], stream: int, args: Sequence[Any], find: Find, *, between: bool = False) -> Launch:
     """Make a launch.
 
     Args:
@@ -186,7 +186,7 @@ class LaunchBuilder:
         if loaded is None or self._stream is None:
             return None
         try:
-            return direct(loaded, grid, self._stream, (*args, *_defaults(launch.function, len(args))), self._find, between=between)
+            return make_launch(loaded, grid, self._stream, (*args, *_defaults(launch.function, len(args))), self._find, between=between)
         except _UnknownTensor:
             return None
 
@@ -210,7 +210,7 @@ class LaunchBuilder:
             compile_and_launch(*launch)
             return
         stream = current_stream(next(_iterate_tensors(args)))
-        once = direct(loaded, grid, stream, (*args, *_defaults(function, len(args))), find)
+        once = make_launch(loaded, grid, stream, (*args, *_defaults(function, len(args))), find)
         once.bound((0, 0), [], once.maps)(tensor_addresses(tensors))
 
     def finish(self, tokens: Tokens) -> None:

@@ -99,8 +99,7 @@ class RepeatablePasses:
         read = None if stream is None else self._states(tensors[3:], optional.blocks)
         if stream is None or read is None:
             return None
-        key, offsets = (self, stream, (), read), optional.offsets
-        return program.launches.find(key) if offsets is None else find_pass(key, stream, program, tensors, offsets)
+        return find_pass((self, stream, (), read), stream, program, tensors, optional.offsets)
 
     def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""

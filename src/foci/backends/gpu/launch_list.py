@@ -320,11 +320,7 @@ class LaunchList:
             results[:0] = sized.parts()
         addresses = tensor_addresses(inputs) if places is None else places
         addresses += [t.data_ptr() for t in results]
-        if sized.scratch is not None:
-            self.launch(addresses)
-            return results
-        for run in self._launches:  # as `launch`, without its call
-            run(addresses)
+        self.launch(addresses)
         return results
 
     def of_whole(self) -> Run | None:

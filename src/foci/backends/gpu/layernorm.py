@@ -63,7 +63,6 @@ class _Kernel:
     ) -> None:
         self._function, self._example = function, (*pointers, *numbers)
         self._options = {**constants, "num_warps": warps}
-        self._kinds = ["*"] * len(pointers) + ["fp32" if isinstance(number, float) else "int" for number in numbers]
         self._known: dict[int, Launch] = {}
         self._turns = threading.Lock()
 
@@ -86,7 +85,7 @@ class _Kernel:
         known = self._known.get(device)
         if known is None:
             return False
-        values = [bits(kind, value) if kind == "fp32" else int(value) for kind, value in zip(self._kinds, arguments, strict=True)]
+        values = [bits("fp32", value) if isinstance(value, float) else value for value in arguments]
         with known.lock:
             known.move(programs, stream, values)
             known.run()

@@ -2,7 +2,8 @@
 
 Before Triton compiles or looks up the first kernel of a process, it hashes all of its own files for its cache keys, and asks ptxas for its
 version. Nearly all of this runs outside of the GIL. On a machine that has compiled nothing yet, the workers that will compile start too.
-Triton's driver would also have the machine's C compiler compile it; it is told to leave that until somebody launches through Triton.
+Triton's driver contains C code, which a C compiler builds on each machine. foci's launches need none of it, so the driver builds it only at
+the first launch through Triton (`foci.compat.triton.defer_driver`).
 """
 
 from __future__ import annotations
