@@ -2,6 +2,7 @@
 
 # FUSE-04
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,8 @@ ATTENTIONS = (
     ("s = torch.einsum('bhqd,bhkd->bhqk', q, k)", "s.mul_(0.3)", "s.masked_fill_(later, -torch.inf)", "p = s.softmax(-1)",
      "o = torch.einsum('bhqk,bhkd->bhqd', p, v)"),
     ("s = q @ k.mT * 0.3", "e = (s - s.amax(-1, keepdim=True)).exp()", "p = e / e.sum(-1, keepdim=True)", "o = p @ v"),
+    ("s = q @ k.mT * 0.3", "e = s.exp()", "e = e.masked_fill(later, 0.0)", "o = e @ v", "t = e.sum(-1, keepdim=True)", "o = o / t"),
+    ("s = q @ k.mT * 0.3", "t = s.logsumexp(-1, keepdim=True)", "p = (s - t).exp()", "o = p @ v"),
     ("s = (q * 0.3) @ k.transpose(2, 3)", "s = torch.where(later, torch.finfo(s.dtype).min, s)", "p = s.softmax(-1)",
      "o = (p @ v).transpose(1, 2)"),
     ("o = torch.nn.functional.scaled_dot_product_attention(q, k, v, m)", "o = o + 1"),
@@ -119,6 +122,19 @@ def check(source, *, learn):
 @given(programs(), st.booleans())
 def test_mutated_programs_give_what_eager_gives(source, learn):
     check(source, learn=learn)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("s = q @ k.mT * 0.3", "e = (s - s.amax(-1, keepdim=True)).exp()", "s[..., 1] = 0.5", "p = e / e.sum(-1, keepdim=True)", "o = p @ v"),
+        ("s = q @ k.mT * 0.3", "e = s.exp()", "t = e.sum(-1, keepdim=True)", "s.view(-1)[3] = 0.5", "o = (e * t.reciprocal()) @ v"),
+        ("drop = m > 1", "e = (q @ k.mT * 0.3).exp().masked_fill(drop, 0.0)", "drop[..., 2] = True", "o = (e / e.sum(-1, keepdim=True)) @ v"),
+        ("e = (q @ k.mT * 0.3).exp()", "o = e @ v", "v[:, :, 2] = 1.0", "o = o / e.sum(-1, keepdim=True)"),
+    ],
+)
+def test_what_exponentials_were_made_of_is_written_before_they_are_divided(steps):
+    check("def program(q, k, v, m):\n" + "".join(f"    {line}\n" for line in steps) + "    return (o,)\n", learn=False)
 
 
 def test_programs_without_changes_are_fused():

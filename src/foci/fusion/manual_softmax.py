@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 from foci.compat.fake import FakeTensorMode
+from foci.fusion.alias_analysis import Writes
 from foci.fusion.emit import Emitter, Sizes
-from foci.fusion.fx_utils import Call, as_call, example_value, fixed_number, is_tensor, node_dtype, node_rank, node_shape
-from foci.fusion.indices import Digit, Index, broadcast_index
+from foci.fusion.fx_utils import Call, as_call, example_value, fixed_number, is_tensor, is_written, node_dtype, node_rank, node_shape
+from foci.fusion.indices import Digit, Index, NoRule, broadcast_index
 from foci.fusion.is_binary import is_truth
 from foci.fusion.match import path_to
 from foci.fusion.products import Product, as_product
@@ -46,6 +47,8 @@ def _is_brought(graph: fx.Graph, node: fx.Node, values: Values, emitter: Emitter
     for quotient in _quotients(node):
         normalised = _normalised(quotient, values)
         if normalised is not None and _stands_between(quotient.node, normalised.scores, ahead=quotient.product is None):
+            if not _are_unwritten(graph, quotient, normalised):
+                continue
             _rewrite(graph, quotient, normalised, emitter)
             return True
     less = None if as_softmax(node) is not None else less_logsumexp(node, values)
@@ -363,6 +366,19 @@ def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
             return None
         largest, index = following
     return None
+
+
+def _are_unwritten(graph: fx.Graph, quotient: _Quotient, normalised: _Normalised) -> bool:
+    """Whether the quotient's place would read the values that were read above it: nothing writes them between."""
+    factors = () if quotient.product is None else quotient.product.node.all_input_nodes
+    sources = [n for n in (normalised.scores, *(mask for mask, _ in normalised.masks), *factors) if is_written(n)]
+    if not sources:
+        return True
+    try:
+        Writes.of(graph).check_unwritten(sources, quotient.node)
+    except NoRule:
+        return False
+    return True
 
 
 _MOST_BELOW: Final = 32
