@@ -1,17 +1,17 @@
 """When a traced function may be remembered: everything it can depend on is part of the key.
 
-A function is remembered by its code and by what it closes over: numbers by value, tensors by shape and dtype (their
-values and identity are looked up anew), functions likewise. A function that reads anything else, an object's attribute
-or a global that can change, has no key and is traced at each call, so a stale expression cannot exist.
+A function is remembered by its code and by what its code reads of variables it closes over, globals and the object it is a method of:
+numbers by value, tensors by shape and dtype (their values and identity are looked up anew), functions likewise. Attributes of modules
+and other objects (`self.slopes`, `self.config.window`) are looked up anew too, where looking them up runs no code of the user's. A
+function that reads anything else has no key and is traced at each call, so a stale expression cannot exist.
 
-The test is a list of names that are known to be safe, `_attributes` and `_BUILTINS`. A name that is on neither list may
-read anything, so code that holds one has no key.
+The test is a list of names that are known to be safe, `_attributes` and `_BUILTINS`. Any other name that is read of a value with no key
+of its own may read anything, so code that holds one has no key.
 """
 
 from __future__ import annotations
 
 import builtins
-import dis
 import functools
 import math
 import types
@@ -22,11 +22,19 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from foci.ir.code_reads import Path, read_code
+
 __all__ = ["NOTHING", "Fingerprint", "fingerprint", "shared"]
 
 _CONSTANT: Final = (bool, str, type(None), torch.dtype)
-_IMPORT: Final = dis.opmap["IMPORT_NAME"]
 _MODULES: Final = (torch, math, torch.nn.functional)
+_VALUES: Final = frozenset((*_CONSTANT, int, float, tuple, Tensor, torch.nn.Parameter, types.FunctionType, types.MethodType))
+"""Types whose values are keyed as a whole, whichever of their attributes is read."""
+_UNKNOWN: Final = object()
+_PLAIN_LOOKUPS: Final[tuple[Any, ...]] = (object.__getattribute__, types.SimpleNamespace.__getattribute__)
+_MODULE_GETATTR: Final = torch.nn.Module.__getattr__
+_PLAIN_DESCRIPTORS: Final = (types.FunctionType, types.MemberDescriptorType, staticmethod)
+"""What a class may hold under a name whose lookup runs no code of the user's."""
 
 
 @dataclass(slots=True)
@@ -34,16 +42,16 @@ class Fingerprint:
     """Everything that determines the outcome of tracing a function.
 
     Attributes:
-        structure: its code, and the code, types, shapes and dtypes of what it closes over.
-        numbers: the integers and floats it closes over.
-        tensors: the tensors it closes over, each once, in an order the structure fixes.
-        functions: likewise the function and the functions it closes over.
+        structure: its code, and the code, types, shapes and dtypes of what it reads besides its arguments.
+        numbers: the integers and floats it reads.
+        tensors: the tensors it reads, each once, in an order the structure fixes.
+        functions: likewise the function and the functions it reads, each with the object whose method it is, or None.
     """
 
     structure: tuple[Any, ...] = ()
     numbers: list[int | float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    functions: list[types.FunctionType] = field(default_factory=list)
+    functions: list[tuple[types.FunctionType, object]] = field(default_factory=list)
 
 
 NOTHING: Final = Fingerprint(structure=(type(None), None))
@@ -57,7 +65,7 @@ def fingerprint(function: Callable[..., Any] | None) -> Fingerprint | None:
     if type(function) is types.FunctionType and (ready := _ready_fingerprint(function)) is not None:
         return ready
     result = Fingerprint((), [], [], [])
-    structure = _function_key(function, result) if type(function) is types.FunctionType else _key(function, result)
+    structure = _function_key(function, None, result) if type(function) is types.FunctionType else _key(function, result)
     if structure is None:
         return None
     result.structure = structure
@@ -89,7 +97,9 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
         into.tensors.append(value)
         return (Tensor, value.dtype, value.shape, value.device)
     if kind is types.FunctionType:
-        return _function_key(value, into)
+        return _function_key(value, None, into)
+    if kind is types.MethodType:
+        return _function_key(value.__func__, value.__self__, into) if type(value.__func__) is types.FunctionType else None
     if kind is tuple:
         parts = [_key(item, into) for item in value]
         return None if None in parts else (tuple, *parts)
@@ -105,26 +115,79 @@ def _ready_fingerprint(function: types.FunctionType) -> Fingerprint | None:
     return entry.fingerprint if entry is not None and entry.scope is function.__globals__ else None
 
 
-def _function_key(function: types.FunctionType, into: Fingerprint) -> tuple[Any, ...] | None:
+def _function_key(function: types.FunctionType, owner: object, into: Fingerprint) -> tuple[Any, ...] | None:
+    """Key of a function. `owner`: the object whose method it is, or None."""
     if function.__kwdefaults__:
         return None
     functions = into.functions
     if functions:
-        for n, other in enumerate(functions):
-            if other is function:
+        for n, (other, its_owner) in enumerate(functions):
+            if other is function and its_owner is owner:
                 return (types.FunctionType, n)  # it closes over itself, or two close over it
-    functions.append(function)
-    parts: list[Any] = [_code_key(function.__code__, function.__globals__)]
+    functions.append((function, owner))
+    code, scope = function.__code__, function.__globals__
+    known = _known.get(id(code)) or _add(code, scope)
+    if not (known.is_safe_function if owner is None else known.is_safe_method):
+        return None
+    parts: list[Any] = [known.token]
+    if known.scope is not scope:
+        parts += [_global_key(name, path, scope, into) for name, path in known.globals]
     try:
         parts += [_key(value, into) for value in function.__defaults__ or ()]
-        for cell in function.__closure__ or ():
-            parts.append(_key(cell.cell_contents, into))
+        for n, cell in enumerate(function.__closure__ or ()):
+            if n not in known.cells:
+                parts.append(_key(cell.cell_contents, into))
+            else:
+                parts += [_path_key(cell.cell_contents, path, into) for path in known.cells[n]]
     except ValueError:  # a cell that is not filled yet
         return None
+    if owner is not None:
+        parts += [_path_key(owner, path, into) for path in known.first]
     if function.__dict__:  # whoever has the function may read its attributes
         for name, value in function.__dict__.items():
             parts += [(str, name), _key(value, into)]
     return None if None in parts else tuple(parts)
+
+
+def _global_key(name: str, path: Path, scope: dict[str, Any], into: Fingerprint) -> tuple[Any, ...] | None:
+    """Key of what is read of a global or a builtin."""
+    if name not in scope:
+        return (name,) if name in _BUILTINS and _attributes().issuperset(path) else None
+    value = scope[name]
+    if name in _BUILTINS and value is getattr(builtins, name):
+        return (name,) if _attributes().issuperset(path) else None
+    return _path_key(value, path, into)
+
+
+def _path_key(value: Any, path: Path, into: Fingerprint) -> tuple[Any, ...] | None:
+    """Key of an attribute of an attribute ... of a value."""
+    for n, name in enumerate(path):
+        kind = type(value)
+        if kind in _VALUES or (kind is types.ModuleType and value in _MODULES):
+            if not _attributes().issuperset(path[n:]):
+                return None
+            break
+        value = _read_attribute(value, name)
+    kind = type(value)
+    if kind is types.ModuleType:
+        return (value,) if value in _MODULES else None
+    if kind is types.FunctionType and not value.__closure__ and str(value.__module__).startswith("foci."):
+        return (value,)  # foci's own globals do not change
+    return _key(value, into)
+
+
+def _read_attribute(value: Any, name: str) -> Any:
+    """An attribute; `_UNKNOWN`, which has no key, where looking it up may run other code than Python's and torch's own."""
+    kind = type(value)
+    if kind is types.ModuleType:
+        return vars(value).get(name, _UNKNOWN)
+    if kind.__getattribute__ not in _PLAIN_LOOKUPS or getattr(kind, "__getattr__", _MODULE_GETATTR) is not _MODULE_GETATTR:
+        return _UNKNOWN
+    if hasattr(kind, name):
+        of_class = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+        if hasattr(type(of_class), "__get__") and type(of_class) not in _PLAIN_DESCRIPTORS:
+            return _UNKNOWN
+    return getattr(value, name, _UNKNOWN)
 
 
 class _Code:
@@ -137,14 +200,22 @@ class _Known(NamedTuple):
     Attributes:
         code: held, so that its identity is no other's.
         token: stands for it.
-        names: the globals and attributes it reads, None where it imports.
-        scope: foci's own globals, where it reads but constants among them: a user's may change, foci's do not.
+        is_safe_function: whether all that it reads can be looked up, where its first argument is a symbol.
+        is_safe_method: likewise where that is the object whose method it is.
+        globals: (name, path) of each global and builtin that it reads.
+        cells: paths that it reads of variables it closes over, by their number; those that it reads as a whole are not among them.
+        first: paths that it reads of its first argument.
+        scope: foci's own globals, where it reads but such as have keys: a user's may change, foci's do not.
         fingerprint: of a function of this code and scope alone.
     """
 
     code: types.CodeType
     token: _Code
-    names: tuple[str, ...] | None
+    is_safe_function: bool
+    is_safe_method: bool
+    globals: tuple[tuple[str, Path], ...]
+    cells: dict[int, tuple[Path, ...]]
+    first: tuple[Path, ...]
     scope: dict[str, Any] | None
     fingerprint: Fingerprint
 
@@ -185,50 +256,28 @@ _known: dict[int | types.CodeType, _Known] = {}
 """Facts about code by its identity, and by its value: other code that is equal has the same token."""
 
 
-def _code_key(code: types.CodeType, scope: dict[str, Any]) -> object | None:
-    """Key of code that reads only constants, and of these; None for other code."""
-    entry = _known.get(id(code)) or _add(code, scope)
-    if entry.scope is scope:
-        return entry.token
-    names = entry.names
-    if not names:
-        return None if names is None else (entry.token,)
-    if not all(_is_constant(name, scope) for name in names):
-        return None
-    return (entry.token, *[scope[name] for name in names if name in scope])
-
-
 def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
     if len(_known) >= _CODES:
         _known.clear()
-    names, is_of_foci = _read_names(code), str(scope.get("__name__")).startswith("foci.")
-    is_own = is_of_foci and names is not None and all(n not in scope or _is_constant(n, scope) for n in names)
     equal = _known.get(code)
     token = _Code() if equal is None else equal.token
-    entry = _known[id(code)] = _Known(code, token, names, scope if is_own else None, Fingerprint(structure=(token,)))
+    entry = _known[id(code)] = _facts(code, token, scope)
     _known.setdefault(code, entry)
     return entry
 
 
-def _read_names(code: types.CodeType) -> tuple[str, ...] | None:
-    """Names of globals and attributes that code and the code within it read; None where it imports."""
-    if _IMPORT in code.co_code[::2]:  # operations and their arguments alternate
-        return None
-    names = code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _read_names(constant)
-            if inner is None:
-                return None
-            names += inner
-    return names
-
-
-def _is_constant(name: str, scope: dict[str, Any]) -> bool:
-    """Whether a name that code reads has one meaning at all times: a global, a builtin or an attribute."""
-    if name not in scope:
-        return name in _BUILTINS or name in _attributes()
-    value = scope[name]
-    if isinstance(value, types.FunctionType):
-        return str(value.__module__).startswith("foci.")
-    return any(value is module for module in _MODULES) or (name in _BUILTINS and value is getattr(builtins, name))
+def _facts(code: types.CodeType, token: _Code, scope: dict[str, Any]) -> _Known:
+    fingerprint, reads = Fingerprint(structure=(token,)), read_code(code)
+    if reads is None:
+        return _Known(code, token, False, False, (), {}, (), None, fingerprint)
+    names = reads.attributes.union(*(path for paths in reads.cells.values() if () in paths for path in paths))
+    is_safe = _attributes().issuperset(names)
+    is_safe_function = is_safe and _attributes().issuperset(name for path in reads.first for name in path)
+    is_safe_method = is_safe and code.co_argcount > 0 and () not in reads.first
+    globals_read = tuple((name, path) for name, paths in sorted(reads.globals.items()) for path in sorted(paths))
+    cells = {n: tuple(sorted(paths)) for n, paths in enumerate(reads.cells.values()) if () not in paths}
+    is_of_foci = str(scope.get("__name__")).startswith("foci.")
+    into = Fingerprint((), [], [], [])
+    is_own = is_of_foci and None not in [_global_key(name, path, scope, into) for name, path in globals_read] and not into.tensors
+    own_scope = scope if is_own else None
+    return _Known(code, token, is_safe_function, is_safe_method, globals_read, cells, tuple(sorted(reads.first)), own_scope, fingerprint)
