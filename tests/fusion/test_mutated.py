@@ -127,9 +127,20 @@ def test_mutated_programs_give_what_eager_gives(source, learn):
 @pytest.mark.parametrize(
     "steps",
     [
-        ("s = q @ k.mT * 0.3", "e = (s - s.amax(-1, keepdim=True)).exp()", "s[..., 1] = 0.5", "p = e / e.sum(-1, keepdim=True)", "o = p @ v"),
+        (
+            "s = q @ k.mT * 0.3",
+            "e = (s - s.amax(-1, keepdim=True)).exp()",
+            "s[..., 1] = 0.5",
+            "p = e / e.sum(-1, keepdim=True)",
+            "o = p @ v",
+        ),
         ("s = q @ k.mT * 0.3", "e = s.exp()", "t = e.sum(-1, keepdim=True)", "s.view(-1)[3] = 0.5", "o = (e * t.reciprocal()) @ v"),
-        ("drop = m > 1", "e = (q @ k.mT * 0.3).exp().masked_fill(drop, 0.0)", "drop[..., 2] = True", "o = (e / e.sum(-1, keepdim=True)) @ v"),
+        (
+            "drop = m > 1",
+            "e = (q @ k.mT * 0.3).exp().masked_fill(drop, 0.0)",
+            "drop[..., 2] = True",
+            "o = (e / e.sum(-1, keepdim=True)) @ v",
+        ),
         ("e = (q @ k.mT * 0.3).exp()", "o = e @ v", "v[:, :, 2] = 1.0", "o = o / e.sum(-1, keepdim=True)"),
     ],
 )
