@@ -148,6 +148,19 @@ def test_what_exponentials_were_made_of_is_written_before_they_are_divided(steps
     check("def program(q, k, v, m):\n" + "".join(f"    {line}\n" for line in steps) + "    return (o,)\n", learn=False)
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("s = (q @ k.mT * 0.3).detach()", "o = s.softmax(-1) @ v.detach()"),
+        ("s = (q @ k.mT * 0.3).detach()", "later = s.logsumexp(-1)", "o = s.softmax(-1) @ v.detach() + later[..., None]"),
+        ("o = ((q @ k.mT * 0.3).softmax(-1) @ v).detach()",),
+    ],
+)
+def test_what_no_gradient_flows_through_has_none(steps):
+    program = "def program(q, k, v, m):\n" + "".join(f"    {line}\n" for line in steps) + "    return o, q * 1.0\n"
+    assert [site.fused for site in check(program, learn=True)] == [True]
+
+
 def test_programs_without_changes_are_fused():
     for steps in ATTENTIONS:
         head = "def program(q, k, v, m):\n    later = torch.ones(6, 6, dtype=torch.bool).triu(1)\n"

@@ -26,7 +26,7 @@ from foci.fusion.fake_values import with_values
 from foci.fusion.functionalize import without_writes
 from foci.fusion.functions import open_functions, softmaxes_in
 from foci.fusion.fusion_report import Fused, Kind, Site
-from foci.fusion.fx_utils import as_call, example_value, is_transformed, node_rank, reads_only_shape, source_location
+from foci.fusion.fx_utils import as_call, example_value, is_transformed, needs_grad, node_rank, reads_only_shape, source_location
 from foci.fusion.indices import NeedsSplit, NoRule
 from foci.fusion.lower import Prepared, lower, prepare
 from foci.fusion.manual_softmax import without_softmaxes_by_hand
@@ -357,14 +357,15 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
     before = old.prev
     moved = writes.followers(match.logsumexps, old, _operands(prepared))
     try:
-        lowered = lower(prepared, Emitter(graph, old, mode, sizes))
-        new = fitting(graph, lowered.out, old, mode)
+        emitter = Emitter(graph, old, mode, sizes)
+        lowered = lower(prepared, emitter)
+        new = fitting(graph, _without_more_gradients(emitter, lowered.out, old, _operands(prepared)), old, mode)
     except Exception:
         _erase_between(graph, before, old)
         raise
     old.replace_all_uses_with(new)
     for node, replacement in lowered.logsumexps.items():
-        node.replace_all_uses_with(replacement)
+        node.replace_all_uses_with(_without_more_gradients(emitter, replacement, node, _operands(prepared)))
         graph.erase_node(node)
     inserted = list(itertools.takewhile(lambda node: node is not before, _upward(old.prev)))
     for node in inserted:
@@ -375,6 +376,11 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
     writes.add((*inserted, *moved), old)
     erase(graph, old, match.inside)
     return str(prepared.bound.variant)
+
+
+def _without_more_gradients(emitter: Emitter, new: fx.Node, old: fx.Node, operands: Iterable[fx.Node]) -> fx.Node:
+    """`new`, detached where `old` is: each way from the operands to it was."""
+    return new if needs_grad(old) or not any(map(needs_grad, operands)) else emitter.method("detach", new)
 
 
 def _upward(node: fx.Node) -> Iterator[fx.Node]:
