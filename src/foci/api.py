@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, overload
 
 from torch import Tensor
@@ -240,7 +240,7 @@ def explain(
     tensors, score_function, mask_function, extras = call
     note = alignment_note(query, key, extras)  # said here, so no warning of it
     return Explanation(
-        decision(tensors, score_function, mask_function, replace(extras, lower_right_form="")), () if note is None else (note,)
+        decision(tensors, score_function, mask_function, extras._replace(lower_right_form="")), () if note is None else (note,)
     )
 
 

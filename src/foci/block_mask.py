@@ -14,7 +14,7 @@ from torch import Tensor
 from foci import cache_check
 from foci.blocks import EMPTY, FULL, PARTIAL, classes_of_lists, to_lists, transpose_lists
 from foci.compat.cuda import is_capturing, raw_stream
-from foci.compat.torch import are_transforms_open, count_dispatch_modes
+from foci.compat.torch import is_watched
 from foci.errors import ArgumentError
 from foci.weak_cache import cache_derived, find_derived, tensor_state
 
@@ -406,15 +406,13 @@ def block_classes(block_mask: Any) -> Tensor:
     """
     b = block_mask
     lists = (b.kv_num_blocks, b.kv_indices, b.full_kv_num_blocks, b.full_kv_indices)
-    tensors = tuple([t for t in lists if t is not None])
-    if not _may_be_kept(tensors):
+    key = _key(lists)
+    if key is None:
         return _classes(lists)
-    stream = raw_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0  # on another one the classes may not be there yet
-    key = (stream, *[tensor_state(t) for t in tensors])
     classes: Tensor | None = find_derived("block classes", key)
     if classes is None:
         classes = _classes(lists)
-        cache_derived("block classes", key, tensors, classes)
+        cache_derived("block classes", key, tuple([t for t in lists if t is not None]), classes)
     elif cache_check.ENABLED:
         cache_check.compare_tensors("the cache of block classes", classes, _classes(lists))
     return classes
@@ -426,14 +424,23 @@ def _classes(lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tens
     return classes_of_lists(*lists)
 
 
-def _may_be_kept(lists: Sequence[Tensor]) -> bool:
-    """Whether the lists are plain tensors whose changes are counted, and nothing is traced or captured."""
-    if torch.compiler.is_compiling() or count_dispatch_modes() or are_transforms_open():
-        return False
+def _key(lists: Sequence[Tensor | None]) -> tuple[int, ...] | None:
+    """By what lists are known to hold what they held, and the stream, as on another one the classes may not be there yet. None where a list
+    is no plain tensor or its changes are not counted, and where something is traced or captured."""
+    if torch.compiler.is_compiling() or is_watched():
+        return None
+    key = [0]
     for tensor in lists:
-        if type(tensor) is not Tensor or tensor.is_inference():
-            return False
-    return not (lists[0].is_cuda and is_capturing())
+        if tensor is not None:
+            if type(tensor) is not Tensor or tensor.is_inference():
+                return None
+            key += tensor_state(tensor)
+    first = lists[0]
+    if first is not None and first.is_cuda:
+        if is_capturing():
+            return None
+        key[0] = raw_stream(first.get_device())
+    return tuple(key)
 
 
 def from_classes(

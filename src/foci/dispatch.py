@@ -194,6 +194,6 @@ def _with_sink_and_columns(tensors: Tensors, score: Function, mask: Function, ex
     """Column sums follow from the logsumexp with the sink in it, which is known only afterwards."""
     if torch.compiler.is_dynamo_compiling():
         raise ArgumentError("column_sums cannot be returned together with a sink under torch.compile; ask for weights")
-    results = run(tensors, score, mask, replace(extras, outputs=replace(extras.outputs, column_sums=False)), check)
-    formula, operands = prepare(tensors, score, mask, replace(extras, dropout_p=0.0))
+    results = run(tensors, score, mask, extras._replace(outputs=replace(extras.outputs, column_sums=False)), check)
+    formula, operands = prepare(tensors, score, mask, extras._replace(dropout_p=0.0))
     return replace(results, column_sums=column_sums(formula, operands, results.lse, allowed_for(extras)))

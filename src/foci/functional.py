@@ -143,9 +143,13 @@ def scaled_dot_product_attention(
                 raise ArgumentError(f"{name} must have at least 2 dimensions [..., length, head dim]; got {describe(tensor)}")
         lead = _leading(query, key, value, enable_gqa=enable_gqa)
         tensors = _as_heads(query, key, value, lead, enable_gqa=enable_gqa)
-    mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key, grouped=enable_gqa)
-    score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
-    extras = Extras(OUT_ALONE, scale=scale, dropout_p=dropout_p, honour_sdp_flags=True, lower_right_form=lower_right_form(attn_mask))
+    score = mask = None
+    form = ""
+    if is_causal or attn_mask is not None:
+        mask_tensor = attn_mask if lead is None else _fold_mask(attn_mask, lead, query, key, grouped=enable_gqa)
+        score, mask = _mask_argument(mask_tensor, tensors[0], tensors[1], is_causal=is_causal)
+        form = lower_right_form(attn_mask)
+    extras = Extras(OUT_ALONE, scale=scale, dropout_p=dropout_p, honour_sdp_flags=True, lower_right_form=form)
     out = run(tensors, score, mask, extras).out
     return out if lead is None else out.reshape(*lead, query.shape[-2], value.shape[-1])
 

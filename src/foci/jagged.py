@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +24,11 @@ __all__ = ["Packed", "attend_nested", "check_ungrouped", "count_heads", "decisio
 
 def is_nested(*tensors: Tensor) -> bool:
     """Whether any of the tensors is nested."""
-    for t in tensors:  # noqa: SIM110  a loop, as each call asks; by type first, as a NestedTensor answers in Python
-        if type(t) in KINDS or (isinstance(t, Tensor) and t.is_nested):
+    for t in tensors:  # a loop, as each call asks; by type first, as a NestedTensor answers in Python
+        if type(t) is Tensor:
+            if t.is_nested:
+                return True
+        elif type(t) in KINDS or (isinstance(t, Tensor) and t.is_nested):
             return True
     return False
 
@@ -192,8 +195,8 @@ def _packed_call(tensors: Tensors, extras: Extras) -> _Call:
         raise ArgumentError(f"key and value must have the same sequences; got {describe(k.values)} and {describe(v.values)} when packed")
     _check_sequences(k, v)
     heads = max(k.values.shape[1], v.values.shape[1])
-    where = replace(
-        extras, cu_q=q.offsets, cu_kv=k.offsets, q_lengths=q.lengths, kv_lengths=k.lengths, max_q=_bound(q), max_kv=_bound(k),
+    where = extras._replace(
+        cu_q=q.offsets, cu_kv=k.offsets, q_lengths=q.lengths, kv_lengths=k.lengths, max_q=_bound(q), max_kv=_bound(k),
         exact_lengths=q.longest is not None and k.longest is not None,
     )  # fmt: skip
     packed = (_heads(q.values, heads), _heads(k.values, heads), _heads(v.values, heads))

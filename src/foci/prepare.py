@@ -20,7 +20,7 @@ from foci.ir.expr import DType, Expr
 from foci.ir.ops import apply
 from foci.ir.rewrite import substitute
 from foci.ir.user_lines import user_frame
-from foci.problem import Formula, Layout, Operands, Outputs, record
+from foci.problem import Formula, Layout, Operands, Outputs
 from foci.trace_functions import Bound, bind
 from foci.variant import Variant
 
@@ -54,8 +54,7 @@ class Part(NamedTuple):
     queries: int | None = None
 
 
-@record
-class Extras:
+class Extras(NamedTuple):
     """The arguments of a call besides query, key, value and the functions.
 
     `honour_sdp_flags`: torch's own switches for scaled_dot_product_attention restrict the backends. `sink`: [Hq], a logit

@@ -37,14 +37,10 @@ class WeakCache(Generic[_Value]):
         return len(self._found)
 
     def find(self, key: _Key) -> _Value | None:
-        """Return the value with that key. Keys hold the identity and version of what was read, which are those of a live object only."""
+        """Return the value with that key; None if there is none. Keys hold the identity and version of what was read: an entry goes when
+        what it was read of dies, before its identity can be another's."""
         entry = self._found.get(key)
-        if entry is None:
-            return None
-        for source in entry[0]:
-            if source() is None:
-                return None
-        return entry[1]
+        return None if entry is None else entry[1]
 
     def add(self, key: _Key, read: tuple[Any, ...], value: _Value | None) -> None:
         """Cache a value that was computed from `read`, unless it is None. The oldest entry goes if there are too many.
@@ -83,13 +79,7 @@ _derived: dict[str, WeakCache[Any]] = make_store()
 
 def find_derived(kind: str, key: _Key) -> Any:
     """Return the value of a kind with that key; None if there is none."""
-    entry = _derived[kind]._found.get(key)  # as `WeakCache.find`, without its call
-    if entry is None:
-        return None
-    for source in entry[0]:
-        if source() is None:
-            return None
-    return entry[1]
+    return _derived[kind].find(key)
 
 
 def cache_derived(kind: str, key: _Key, read: tuple[Any, ...], value: Any) -> None:

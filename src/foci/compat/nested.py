@@ -15,12 +15,10 @@ from torch import Tensor
 
 from foci.compat.lookup import find
 from foci.compat.torch import (
-    are_transforms_open,
-    count_dispatch_modes,
     disabled_torch_function_subclass,
     is_forward_ad_open,
-    is_jit_tracing,
     is_legacy_batched,
+    is_watched,
 )  # fmt: skip
 
 __all__ = [
@@ -189,7 +187,7 @@ _values_of: Final[Any] = super(torch.autograd.Function, _Values).apply
 
 def _is_eager() -> bool:
     """Whether autograd alone is active: no mode, transform or tracing."""
-    return count_dispatch_modes() == 0 and not are_transforms_open() and not is_jit_tracing() and not is_forward_ad_open()
+    return not is_watched() and not is_forward_ad_open()
 
 
 LearnedNested: Final[Any] = _LearnedNested if _IS_FAST else NestedTensor

@@ -37,6 +37,7 @@ __all__ = [
     "is_math_sdp_enabled",
     "is_mem_efficient_sdp_enabled",
     "is_transformed",
+    "is_watched",
     "open_transforms",
     "version_of",
     "with_autograd",
@@ -63,6 +64,11 @@ count_function_modes: Final[Callable[[], int]] = find(
 """How many modes see each torch function; 1 where torch does not tell."""
 
 _tracing_state: Final[Callable[[], Any] | None] = find("torch._C._get_tracing_state", without="asks torch.jit.is_tracing, which is slower")
+
+
+def is_watched() -> bool:
+    """Whether a mode, a transform of torch.func or torch.jit.trace sees each operator that is called; True where torch does not tell."""
+    return bool(count_dispatch_modes() or _peek is None or _peek() is not None or is_jit_tracing())
 
 
 def is_jit_tracing() -> bool:

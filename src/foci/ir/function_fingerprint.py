@@ -107,12 +107,11 @@ def _key(value: Any, into: Fingerprint) -> tuple[Any, ...] | None:
 
 
 def _ready_fingerprint(function: types.FunctionType) -> Fingerprint | None:
-    """The fingerprint of a function of foci that has nothing but its code, such as that of `foci.masks.causal`, which all of them share;
-    None for any other."""
+    """The fingerprint of a function that is nothing but its code, which all such functions share; None for any other."""
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return None
-    entry = _known.get(id(function.__code__))
-    return entry.fingerprint if entry is not None and entry.scope is function.__globals__ else None
+    known = _known.get(id(function.__code__))
+    return known.fingerprint if known is not None and (known.is_alone or known.scope is function.__globals__) else None
 
 
 def _function_key(function: types.FunctionType, owner: object, into: Fingerprint) -> tuple[Any, ...] | None:
@@ -130,7 +129,7 @@ def _function_key(function: types.FunctionType, owner: object, into: Fingerprint
     if not (known.is_safe_function if owner is None else known.is_safe_method):
         return None
     parts: list[Any] = [known.token]
-    if known.scope is not scope:
+    if known.globals and known.scope is not scope:
         parts += [_global_key(name, path, scope, into) for name, path in known.globals]
     try:
         parts += [_key(value, into) for value in function.__defaults__ or ()]
@@ -141,7 +140,7 @@ def _function_key(function: types.FunctionType, owner: object, into: Fingerprint
                 parts += [_path_key(cell.cell_contents, path, into) for path in known.cells[n]]
     except ValueError:  # a cell that is not filled yet
         return None
-    if owner is not None:
+    if owner is not None and known.first:
         parts += [_path_key(owner, path, into) for path in known.first]
     if function.__dict__:  # whoever has the function may read its attributes
         for name, value in function.__dict__.items():
@@ -205,8 +204,9 @@ class _Known(NamedTuple):
         globals: (name, path) of each global and builtin that it reads.
         cells: paths that it reads of variables it closes over, by their number; those that it reads as a whole are not among them.
         first: paths that it reads of its first argument.
-        scope: foci's own globals, where it reads but such as have keys: a user's may change, foci's do not.
-        fingerprint: of a function of this code and scope alone.
+        scope: foci's own globals, where all that it reads can be looked up: a user's may change, foci's do not.
+        fingerprint: of a function of this code alone.
+        is_alone: whether it reads nothing but its arguments.
     """
 
     code: types.CodeType
@@ -218,6 +218,7 @@ class _Known(NamedTuple):
     first: tuple[Path, ...]
     scope: dict[str, Any] | None
     fingerprint: Fingerprint
+    is_alone: bool
 
 
 _CODES: Final = 8192
@@ -269,7 +270,7 @@ def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
 def _facts(code: types.CodeType, token: _Code, scope: dict[str, Any]) -> _Known:
     fingerprint, reads = Fingerprint(structure=(token,)), read_code(code)
     if reads is None:
-        return _Known(code, token, False, False, (), {}, (), None, fingerprint)
+        return _Known(code, token, False, False, (), {}, (), None, fingerprint, is_alone=False)
     names = reads.attributes.union(*(path for paths in reads.cells.values() if () in paths for path in paths))
     is_safe = _attributes().issuperset(names)
     is_safe_function = is_safe and _attributes().issuperset(name for path in reads.first for name in path)
@@ -278,6 +279,7 @@ def _facts(code: types.CodeType, token: _Code, scope: dict[str, Any]) -> _Known:
     cells = {n: tuple(sorted(paths)) for n, paths in enumerate(reads.cells.values()) if () not in paths}
     is_of_foci = str(scope.get("__name__")).startswith("foci.")
     into = Fingerprint((), [], [], [])
-    is_own = is_of_foci and None not in [_global_key(name, path, scope, into) for name, path in globals_read] and not into.tensors
-    own_scope = scope if is_own else None
-    return _Known(code, token, is_safe_function, is_safe_method, globals_read, cells, tuple(sorted(reads.first)), own_scope, fingerprint)
+    keys = [_global_key(name, path, scope, into) for name, path in globals_read] if is_of_foci and is_safe_function else [None]
+    is_own = None not in keys and not into.tensors
+    own_scope, is_alone, first = scope if is_own else None, is_safe_function and not globals_read, tuple(sorted(reads.first))
+    return _Known(code, token, is_safe_function, is_safe_method, globals_read, cells, first, own_scope, fingerprint, is_alone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -369,7 +368,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         mask, score = functions.mask, functions.score
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in tensors)
         which = (None if score is None else score.function, None if mask is None else mask.function)
-        results = run((q, k, v), *which, replace(extras, outputs=asked))
+        results = run((q, k, v), *which, extras._replace(outputs=asked))
         statistics = (results.lse if asked.lse else None, results.row_max, results.column_sums)
         lse, row_max, column_sums = (None if t is None else t.squeeze(0) for t in statistics)
         aux = foci.AuxOutput(lse, row_max, column_sums, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -94,7 +93,7 @@ class Attention:
         """Return the extras that it was made with, of the sequences that it was moved to, if it was."""
         offsets = self._offsets  # once: other threads may find it first
         if offsets is not None:
-            self._extras_before, self._offsets = replace(self._extras_before, cu_q=offsets, cu_kv=offsets), None
+            self._extras_before, self._offsets = self._extras_before._replace(cu_q=offsets, cu_kv=offsets), None
         return self._extras_before
 
     @property

@@ -19,7 +19,7 @@ from foci.compat.nested import (
     ragged_dim,
     strided_sizes,
 )  # fmt: skip
-from foci.compat.torch import are_transforms_open, count_dispatch_modes, disabled_torch_function_subclass, is_jit_tracing
+from foci.compat.torch import disabled_torch_function_subclass, is_watched
 from foci.nn.padding_mask_scan import find_tokens
 from foci.weak_cache import tensor_state
 
@@ -264,9 +264,7 @@ def is_readable(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type != "meta"
-        and count_dispatch_modes() == 0
-        and not are_transforms_open()
-        and not is_jit_tracing()
+        and not is_watched()
         and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foci import cache_check, call_cache
-from foci.compat.torch import TransformType, are_transforms_open, count_dispatch_modes, has_tangent, is_jit_tracing, open_transforms
+from foci.compat.torch import TransformType, has_tangent, is_watched, open_transforms
 from foci.environment import Allowed
 from foci.execution import choose_kernel
 from foci.operator import library as library  # registers the operators
@@ -126,7 +126,7 @@ def optional_tensors(operands: Operands) -> OptionalTensors:
 
 def is_plain_eager(tensors: Sequence[Tensor]) -> bool:
     """Whether nobody but autograd looks on: no mode, no transform, no graph that is made."""
-    if count_dispatch_modes() or are_transforms_open() or torch.compiler.is_compiling() or is_jit_tracing():
+    if is_watched() or torch.compiler.is_compiling():
         return False
     for tensor in tensors:  # noqa: SIM110  a loop, as each call asks
         if type(tensor) not in _PLAIN:

@@ -172,8 +172,12 @@ def backward_now(
     """Gradients of query, key, value and captured tensors, from the outputs of `forward_now`, out and logsumexp, and the gradients of its
     results."""
     out, lse = outputs
-    grads = (*[None if g is None else g.resolve_neg() for g in grads], None, None, None, None)[:5]
-    is_batched, is_recorded = any(map(_is_batch, grads)), torch.is_grad_enabled()
+    is_batched, is_recorded = False, torch.is_grad_enabled()
+    resolved: list[Tensor | None] = []
+    for grad in grads:
+        is_batched = is_batched or (grad is not None and is_legacy_batched(grad))
+        resolved.append(None if grad is None else grad.resolve_neg())
+    grads = resolved + [None] * (5 - len(resolved))
     if outline.program is not None and grads[0] is not None and not is_batched and not is_recorded:
         gradients = _known_gradients(outline, outline.program, tensors, optional, Given(out, lse, grads[0], grads[1]))
         if gradients is not None:
@@ -199,9 +203,9 @@ def _known_gradients(
 ) -> tuple[Tensor | None, ...] | None:
     """Compute the gradients by launches that are kept, if they are."""
     gradients = launch_backward(outline.chosen, program, tensors, optional, bwd_args)
-    if gradients is None:
-        return None
     q, k, v, captures = outline.chosen.needs
+    if gradients is None or len(gradients) == 3 + len(captures):  # of all
+        return None if gradients is None else tuple(gradients)
     rest = iter(gradients)
     return tuple([next(rest) if on else None for on in (q, k, v, *captures)])
 
@@ -234,10 +238,6 @@ def packed_rows(batch: Tensor) -> Tensor:
     _, heads, count, width = batch.shape
     _, head, step, last = batch.stride()
     return batch.as_strided((count, heads, width), (step, head, last))
-
-
-def _is_batch(tensor: Tensor | None) -> bool:
-    return tensor is not None and is_legacy_batched(tensor)
 
 
 def _formula_backward(formula: Formula, operands: Operands, grads: Sequence[Tensor | None], needs: Needs) -> Gradients:

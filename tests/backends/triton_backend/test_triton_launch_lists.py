@@ -213,7 +213,7 @@ def test_what_only_the_pass_reads_is_one_allocation(packed):
             return lambda addresses: calls.append((*addresses,))
 
     x = torch.zeros(3)
-    pass_ = launch_list.Template([Noted()], news, (), []).as_built((6, 6)).returning(2, packed=packed)
+    pass_ = launch_list.Template((True,), [Noted()], news, (), []).as_built((6, 6)).returning(2, packed=packed)
     for tokens in (6, 100):
         bound = pass_.template.bound(None, (tokens, tokens), ())
         outputs = bound.run((x,))

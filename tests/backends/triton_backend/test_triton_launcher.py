@@ -260,7 +260,7 @@ def test_a_device_with_too_little_shared_memory(driver, cuda, monkeypatch):
 def test_old_drivers_mark_small_tensors_wrongly(cuda, rows, version, is_marked):
     cuda.version = version
     made = cuda_driver.encode_tiles(4096, 9, 2, (rows, 64), (64, 1), (16, 64), 3)
-    assert bool(ctypes.c_uint64.from_address(made.address + 8).value >> 21 & 1) == is_marked
+    assert bool(ctypes.c_uint64.from_address(made + 8).value >> 21 & 1) == is_marked
     assert cuda.maps == [(4096, 9, [rows, 64], [128], [16, 64], 3)]
 
 

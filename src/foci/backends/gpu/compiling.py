@@ -18,6 +18,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from enum import IntEnum
+from types import NoneType
 from typing import Any, Final, NamedTuple
 
 import triton.language as tl
@@ -88,7 +89,11 @@ def _fixed_part(arg: object, *, is_constant: bool) -> object:
         return arg.value
     if isinstance(arg, tuple):
         return tuple(_fixed_part(part, is_constant=is_constant) for part in arg)
-    return arg if is_constant or isinstance(arg, bool | str | None) else ...
+    return arg if is_constant or type(arg) in _COMPILE_TIME else ...
+
+
+_COMPILE_TIME: Final = (bool, str, NoneType)
+"""Types whose values a kernel is compiled for, among those of arguments that are not constants."""
 
 
 _queue: ContextVar[list[Waiting] | None] = ContextVar("launches that wait", default=None)

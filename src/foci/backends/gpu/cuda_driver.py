@@ -159,15 +159,17 @@ def _enter(device: int) -> None:
         _check(cuda.cuCtxSetCurrent(context), f"cannot use device {device}")
 
 
-class TensorMap:
-    """How tiles of a tensor are copied: CUtensorMap. `address` is where it lies, as long as this object lives."""
+class TensorMap(int):
+    """How tiles of a tensor are copied: the address of a CUtensorMap, which lies there as long as this object lives."""
 
-    __slots__ = ("_memory", "address")
+    _memory: Any
 
-    def __init__(self) -> None:
-        self._memory = (ctypes.c_char * (2 * MAP_BYTES))()
-        start = ctypes.addressof(self._memory)
-        self.address = start + -start % MAP_BYTES
+    def __new__(cls) -> TensorMap:
+        memory = (ctypes.c_char * (2 * MAP_BYTES))()
+        start = ctypes.addressof(memory)
+        made = super().__new__(cls, start + -start % MAP_BYTES)
+        made._memory = memory
+        return made
 
 
 @functools.cache
@@ -197,7 +199,7 @@ def encode_tiles(
     steps = (c_uint64 * rank)(*[item_bytes * step for step in reversed(strides[:-1])])
     box, ones = (c_uint32 * rank)(*reversed(tile)), (c_uint32 * rank)(*[1] * rank)
     error = _driver().cuTensorMapEncodeTiled(
-        c_void_p(tensor_map.address), c_int(dtype), c_uint32(rank), c_void_p(address), lengths, steps, box, ones, c_int(0), c_int(swizzle),
+        c_void_p(tensor_map), c_int(dtype), c_uint32(rank), c_void_p(address), lengths, steps, box, ones, c_int(0), c_int(swizzle),
         c_int(_L2_PROMOTION_128_BYTES), c_int(0),
     )  # fmt: skip
     if error:
@@ -205,7 +207,7 @@ def encode_tiles(
         _check(error, f"cannot describe a tensor of {layout}, type {dtype}, swizzle {swizzle}")
     if _version() <= 13010 and item_bytes * sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) < 128 * 1024:
         # drivers up to 13.1 set a flag that small tensors must not have; CUTLASS and Triton take it away too
-        (c_uint64 * 2).from_address(tensor_map.address)[1] &= ~(1 << 21)
+        (c_uint64 * 2).from_address(tensor_map)[1] &= ~(1 << 21)
     return tensor_map
 
 

@@ -6,6 +6,8 @@ sequences and the tensors whose values it depends on.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -133,7 +135,7 @@ class RepeatablePasses:
         # a saved tensor may have been unpacked as another tensor with the same values, at an unaligned address
         if not _are_aligned(addresses):
             return bwd_args, None, []
-        key = (self, stream, _read_strides(tensors, bwd_args), read)
+        key = (self, stream, _read_strides(tensors, bwd_args, is_dense=optional.cu_q is None), read)
         return bwd_args, find_pass(key, stream, program, tensors, optional.offsets), addresses
 
     def pass_key(self, operands: Operands, bwd_args: Given | None = None) -> Key | None:
@@ -153,7 +155,9 @@ class RepeatablePasses:
         # a tensor in two places of a launch list would stand for both
         if not _are_aligned(tensor_addresses(every)) or len({*map(id, every)}) < len(every) - 3 + len({*map(id, tensors[:3])}):
             return None
-        return self, stream, () if bwd_args is None else _read_strides(tensors, bwd_args, packed=program.packed), read
+        if bwd_args is None:
+            return self, stream, (), read
+        return self, stream, _read_strides(tensors, bwd_args, is_dense=o.cu_q is None, packed=program.packed), read
 
     def keep(self, key: Key, operands: Operands, sequences: Sequences, built: LaunchList, count: int) -> None:
         """Keep the launch list of a pass, which returns the first `count` of the tensors that it allocates."""
@@ -191,12 +195,12 @@ def _count(program: Program, tensors: Inputs) -> Tokens:
     return (query.size(0), key.size(0)) if program.packed else (query.size(2), key.size(2))
 
 
-def _read_strides(tensors: Inputs, bwd_args: Given, *, packed: bool = False) -> Key:
+def _read_strides(tensors: Inputs, bwd_args: Given, *, is_dense: bool, packed: bool = False) -> Key:
     """Strides of a backward pass's arguments. `packed`: tensors are [1, H, T, D]; return the strides of [T, H, D]."""
     strides = [None if t is None else t.stride() for t in (bwd_args.out, bwd_args.dout, *tensors)]
     if packed:
         strides[:5] = [(s[2], s[1], s[3]) for s in strides[:5] if s is not None]
-    elif bwd_args.out.dim() == 4 and bwd_args.out.shape[0] == 1:  # a step along one entry may depend on how many tokens it has
+    elif not is_dense and bwd_args.out.dim() == 4:  # [1, H, T, D]: a step along one entry may depend on how many tokens it has
         strides[:5] = [s[1:] for s in strides[:5] if s is not None]
     return (bwd_args.dlse is None, *strides)
 
@@ -209,7 +213,4 @@ def _is_ready(bwd_args: Given) -> bool:
 
 def _are_aligned(places: Sequence[int | None]) -> bool:
     """Whether all addresses are multiples of 16 bytes, for which kernels are compiled."""
-    address = 0
-    for place in places:
-        address |= place or 0
-    return address & 15 == 0
+    return functools.reduce(operator.or_, filter(None, places), 0) & 15 == 0

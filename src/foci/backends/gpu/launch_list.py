@@ -21,7 +21,6 @@ from foci.backends.contract import Inputs
 from foci.backends.gpu import cuda_driver
 from foci.backends.gpu.allocations import New, Parts, Scratch
 from foci.backends.gpu.cuda_driver import Kernel, Shape, TensorMap, encode_tiles
-from foci.backends.gpu.stream_state import tensor_addresses
 from foci.backends.gpu.symbolic_tokens import Count, Tokens
 from foci.compat.triton import MapFacts
 
@@ -82,11 +81,13 @@ class Arguments(NamedTuple):
     def starter(self) -> Starter:
         """Generate the function that makes the function that launches: straight-line code, without a loop."""
         fills = [f"slots[{at - _GRID}] = a[{role}]" for at, role in self.places]
-        for n, (at, role, _) in enumerate(self.maps):
-            fills += [f"map{n} = maps[{n}].known.get(a[{role}]) or maps[{n}](a[{role}])", f"pointers[{at - _GRID}] = map{n}.address"]
+        for n, (at, role, _) in enumerate(self.maps):  # a name holds the map while other threads may forget it
+            fills.append(f"pointers[{at - _GRID}] = map{n} = known{n}(a[{role}]) or make{n}(a[{role}])")
+        finds = "".join(f"(known{n}, make{n}), " for n in range(len(self.maps)))
         lines = [
             "def start(slots, pointers, maps, lock, run, call, recover):",
             "    config, kernel, places, extra = call",
+            *([f"    {finds} = [(each.known.get, each) for each in maps]"] if finds else ()),
             "    def launch(a):",
             "        with lock:",
             *(f"            {line}" for line in fills),
@@ -196,13 +197,24 @@ _SHAPES: Final = 64
 
 
 class Template:
-    """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with."""
+    """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with.
 
-    __slots__ = ("_kept", "_results", "_sized", "_sources", "launches", "makers", "news", "parts", "scratch")
+    Args:
+        given: which inputs are tensors; the others are None, in every call.
+        launches: in order.
+        news: what the pass allocates.
+        kept: the tensors that it was built with, of `sources`.
+        sources: of tensors that it reads besides its inputs.
+        results: how many of `news` it returns, all by default; the others share one scratch allocation.
+    """
+
+    __slots__ = ("_given", "_kept", "_results", "_sized", "_sources", "launches", "makers", "news", "parts", "runner", "scratch")
 
     def __init__(
-        self, launches: list[Launch], news: Sequence[New], kept: Inputs, sources: Sequence[Source | None], results: int | None = None
-    ) -> None:
+        self, given: tuple[bool, ...], launches: list[Launch], news: Sequence[New], kept: Inputs, sources: Sequence[Source | None],
+        results: int | None = None,
+    ) -> None:  # fmt: skip
+        self._given = given
         self.launches = launches
         self.news = news
         self.parts = Parts.of(news[:results])
@@ -212,6 +224,38 @@ class Template:
         self._sources = sources
         self._results = results
         self._sized: OrderedDict[Tokens, Sized] = OrderedDict()
+        self.runner = self._make_runner()
+
+    def _make_runner(self) -> Callable[..., Callable[..., list[Tensor]]]:
+        """Generate the function that makes `LaunchList.run` of what is bound: straight-line code, as every call runs it."""
+        joint = 0 if self.parts is None else len(self.parts.layouts)
+        results = [f"r{n}" for n in range(joint + len(self.makers))]
+        addresses = "".join(f"{each}.data_ptr(), " for each in results)
+        inputs = "".join(f"t{n}, " for n in range(len(self._given)))
+        given = "".join(f"t{n}.data_ptr(), " if is_given else "None, " for n, is_given in enumerate(self._given))
+        makes = "".join(f"make{n}, " for n in range(len(self.makers)))
+        launches = "".join(f"launch{n}, " for n in range(len(self.launches)))
+        lines = [
+            "def bind(parts, makes, scratch, launches):",
+            *([f"    {makes} = makes"] if makes else ()),
+            *([f"    {launches} = launches"] if launches else ()),
+            *(["    allocate, offsets = scratch"] if self.scratch is not None else ()),
+            "    def run(inputs, a=None):",
+            *([f"        {', '.join(results[:joint])}, = parts()"] if joint else ()),
+            *(f"        {result} = make{n}()" for n, result in enumerate(results[joint:])),
+            "        if a is None:",
+            f"            {inputs} = inputs" if inputs else "            pass",
+            f"            a = [{given}{addresses}]",
+            "        else:",
+            f"            a += ({addresses})",
+            *(["        buffer = allocate()", "        start = buffer.data_ptr()", "        a += [start + offset for offset in offsets]"]
+              if self.scratch is not None else ()),
+            *(f"        launch{n}(a)" for n in range(len(self.launches))),
+            f"        return [{', '.join(results)}]",
+            "    return run",
+        ]  # fmt: skip
+        runner: Callable[..., Callable[..., list[Tensor]]] = _generated("bind", "\n".join(lines))
+        return runner
 
     def sized(self, tokens: Tokens) -> Sized:
         """Return what depends on the number of tokens, cached by it."""
@@ -226,13 +270,13 @@ class Template:
         """Return the template with only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share
         one scratch allocation."""
         news = [new.packed if packed and n < count else new for n, new in enumerate(self.news)]
-        return Template(self.launches, news, self._kept, self._sources, count)
+        return Template(self._given, self.launches, news, self._kept, self._sources, count)
 
     def unbound(self) -> Template | None:
         """Return the template for any sequences; None if it reads a tensor for which it has no `Source`."""
         if None in self._sources:
             return None
-        return Template(self.launches, self.news, (), self._sources, self._results)
+        return Template(self._given, self.launches, self.news, (), self._sources, self._results)
 
     def anywhere(self) -> Template | None:
         """`unbound`; this template if it is that already."""
@@ -283,9 +327,11 @@ class LaunchList:
     Attributes:
         template: the template.
         sized: what depends on the number of tokens.
+        run: (inputs, their addresses or None) -> results, in order. Launches with other tensors of the same geometry, alignment and
+            stream. A list of addresses is taken over.
     """
 
-    __slots__ = ("_binding", "_launches", "sized", "template")
+    __slots__ = ("_binding", "_launches", "run", "sized", "template")
 
     def __init__(self, template: Template, binding: Binding) -> None:
         self.template = template
@@ -293,6 +339,7 @@ class LaunchList:
         self.sized = sized = template.sized(binding.tokens)
         kept = [None if t is None else t.data_ptr() for t in binding.kept]
         self._launches = [launch.bound(binding.tokens, kept, maps) for launch, maps in zip(template.launches, sized.maps, strict=True)]
+        self.run = template.runner(sized.parts, sized.makes, sized.scratch, self._launches)
 
     @property
     def tokens(self) -> Tokens:
@@ -308,20 +355,6 @@ class LaunchList:
     def returning(self, count: int, *, packed: bool) -> LaunchList:
         """See `Template.returning`."""
         return LaunchList(self.template.returning(count, packed=packed), self._binding)
-
-    def run(self, inputs: Inputs, places: list[int | None] | None = None) -> list[Tensor]:
-        """Launch with other tensors of the same geometry, alignment and stream. Returns the results, in order.
-
-        `places`: addresses of the inputs, if the caller has them; the list is taken over.
-        """
-        sized = self.sized
-        results = [make() for make in sized.makes]
-        if sized.parts is not None:
-            results[:0] = sized.parts()
-        addresses = tensor_addresses(inputs) if places is None else places
-        addresses += [t.data_ptr() for t in results]
-        self.launch(addresses)
-        return results
 
     def of_whole(self) -> Run | None:
         """Return a function that launches for addresses of inputs and results, without the kernels that fill gaps; None if there are no

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
+from triton import knobs
 
 from foci.backends.contract import Inputs
 from foci.compat.cuda import Allocator, allocator_on, current_device, is_capturing, is_inductor_stream, raw_stream
@@ -32,9 +32,12 @@ def current_stream(tensor: Tensor) -> int:
 
 def has_launch_hooks() -> bool:
     """Whether a launch hook of Triton is set, such as a profiler's."""
-    runtime = triton.knobs.runtime
+    runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain of hooks, in older releases one or None
+    try:
+        return bool(enter.calls or leave.calls)
+    except AttributeError:  # somebody put a function, or None, in the place of Triton's chain of them
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def free_stream(tensor: Tensor) -> int | None:
