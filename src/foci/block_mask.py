@@ -425,8 +425,8 @@ def _classes(lists: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tens
 
 
 def _key(lists: Sequence[Tensor | None]) -> tuple[int, ...] | None:
-    """By what lists are known to hold what they held, and the stream, as on another one the classes may not be there yet. None where a list
-    is no plain tensor or its changes are not counted, and where something is traced or captured."""
+    """Return the cache key of a BlockMask's lists: identity, version and address of each, and the current stream. None if a list is not a
+    plain tensor with a version, or while tracing or capturing."""
     if torch.compiler.is_compiling() or is_watched():
         return None
     key = [0]

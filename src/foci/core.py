@@ -66,12 +66,12 @@ class _Site(NamedTuple):
 
     @property
     def closed(self) -> list[Tensor]:
-        """The tensors that the functions close over."""
+        """The tensors that the functions read."""
         return self.functions[0].tensors + self.functions[1].tensors
 
 
 class _Known(NamedTuple):
-    """A planned call without its tensors; `spots` says which closed-over tensor each captured one is."""
+    """A planned call without its tensors; `spots` has the number of each captured tensor among those that the functions read."""
 
     outline: Outline
     spots: tuple[int, ...]

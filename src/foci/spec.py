@@ -29,15 +29,15 @@ class CallSpec(NamedTuple):
     How many tokens packed tensors hold is left out, unless a tensor holds one token: then its strides mean nothing.
 
     Attributes:
-        function: what becomes of scores. Of a call that was not traced yet the fingerprints of its functions, with the numbers they close
-            over; of an operator's call the formula as text, with its numbers.
+        function: what becomes of scores. Of a call that was not traced yet the fingerprints of its functions, with the numbers they
+            read; of an operator's call the formula as text, with its numbers.
         outputs: which auxiliary outputs are asked for; None where the formula holds it.
         scale: as in `foci.prepare.Extras`; a zero as text (`_exact`).
         dropout_p, max_q, max_kv, exact_lengths: as in `foci.prepare.Extras`.
         shapes, strides, dtypes, devices: of query, key and value.
         alignment: the lowest four bits of the addresses of query, key and value together, and of the other tensors together.
         aliases: whether query is key, key is value, query is value.
-        captures: of the tensors that functions close over: strides, where the fingerprints hold the rest, or shape, strides and dtype.
+        captures: of the tensors that functions read: strides, where the fingerprints hold the rest, or shape, strides and dtype.
         block_mask: shape and strides of the classes of blocks, and the size of a block.
         sequences: shape and dtype of cu_q, cu_kv, q_lengths and kv_lengths.
         pages: shape, strides and dtype of page table and lengths.

@@ -54,7 +54,7 @@ _PLAIN_BOUND = Bound(PLAIN)
 def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, device: torch.device, block_size: BlockSize = None) -> Bound:
     """Runs the functions on symbols and separates what they compute from the tensors and numbers they captured.
 
-    A function whose outcome its code and closure determine runs once for each of the last few sets of numbers.
+    A function that has a fingerprint runs once for each of the last few sets of numbers that it reads.
 
     Where a score function gives -inf, the mask takes its place. But kernels do not evaluate the mask in blocks that a caller classed
     as FULL, so with given blocks such scores stay scores.
@@ -79,7 +79,7 @@ def bind(score: Callable[..., Any] | None, mask: Callable[..., Any] | None, devi
 
 @dataclass(frozen=True, eq=False)
 class _Trace:
-    """A trace without its tensors; `spots` says which closed-over tensor each captured one is."""
+    """A trace without its tensors; `spots` has the number of each captured tensor among those of the fingerprints."""
 
     bound: Bound
     spots: tuple[int, ...]

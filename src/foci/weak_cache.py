@@ -37,8 +37,8 @@ class WeakCache(Generic[_Value]):
         return len(self._found)
 
     def find(self, key: _Key) -> _Value | None:
-        """Return the value with that key; None if there is none. Keys hold the identity and version of what was read: an entry goes when
-        what it was read of dies, before its identity can be another's."""
+        """Return the value with that key; None if there is none. Keys hold the identity and version of the sources. A weakref callback
+        removes an entry before the identity of a source can be reused."""
         entry = self._found.get(key)
         return None if entry is None else entry[1]
 

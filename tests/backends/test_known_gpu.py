@@ -178,6 +178,7 @@ def test_other_offsets_and_tokens_by_hoppers_own_backward(options, separate, dim
         monkeypatch.setattr(module, name, OrderedDict())
     monkeypatch.setattr(kernel, "estimate_rates", lambda problem: Rates(Pair(1, 0), Pair(1, 0), 1.0))
     of_other_tokens("hopper", options, separate, heads=8, dim=dim, sequences=12, longest=500)
+    # one kernel for each length bucket
     ours = [known for _, known in execution._plans.values() if isinstance(known, kernel.GpuKernel)]
     assert {type(known.backward_pass).__name__ for known in ours} == {"HopperBackward"}
 

@@ -67,7 +67,7 @@ _tracing_state: Final[Callable[[], Any] | None] = find("torch._C._get_tracing_st
 
 
 def is_watched() -> bool:
-    """Whether a mode, a transform of torch.func or torch.jit.trace sees each operator that is called; True where torch does not tell."""
+    """Whether a dispatch mode, a transform of torch.func or torch.jit.trace sees each operator; True if this torch cannot say."""
     return bool(count_dispatch_modes() or _peek is None or _peek() is not None or is_jit_tracing())
 
 

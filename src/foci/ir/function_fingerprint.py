@@ -1,9 +1,9 @@
 """When a traced function may be remembered: everything it can depend on is part of the key.
 
-A function is remembered by its code and by what its code reads of variables it closes over, globals and the object it is a method of:
-numbers by value, tensors by shape and dtype (their values and identity are looked up anew), functions likewise. Attributes of modules
-and other objects (`self.slopes`, `self.config.window`) are looked up anew too, where looking them up runs no code of the user's. A
-function that reads anything else has no key and is traced at each call, so a stale expression cannot exist.
+A function is remembered by its code and by what its code reads of closure variables, globals and the object whose method it is:
+numbers by value, tensors by shape and dtype (their values and identity are looked up anew), functions by their own key. Attributes of
+modules and other objects (`self.slopes`, `self.config.window`) are looked up anew too, if that runs no code but Python's and torch's. A
+function that reads anything else has no key and is traced at each call, so that no call sees a stale expression.
 
 The test is a list of names that are known to be safe, `_attributes` and `_BUILTINS`. Any other name that is read of a value with no key
 of its own may read anything, so code that holds one has no key.
@@ -32,7 +32,8 @@ _VALUES: Final = frozenset((*_CONSTANT, int, float, tuple, Tensor, torch.nn.Para
 """Types whose values are keyed as a whole, whichever of their attributes is read."""
 _UNKNOWN: Final = object()
 _PLAIN_LOOKUPS: Final[tuple[Any, ...]] = (object.__getattribute__, types.SimpleNamespace.__getattribute__)
-_MODULE_GETATTR: Final = torch.nn.Module.__getattr__
+_CLASS_LOOKUP: Final[Any] = type.__getattribute__
+_PLAIN_FALLBACKS: Final[tuple[Any, ...]] = (_UNKNOWN, torch.nn.Module.__getattr__)
 _PLAIN_DESCRIPTORS: Final = (types.FunctionType, types.MemberDescriptorType, staticmethod)
 """What a class may hold under a name whose lookup runs no code of the user's."""
 
@@ -45,7 +46,7 @@ class Fingerprint:
         structure: its code, and the code, types, shapes and dtypes of what it reads besides its arguments.
         numbers: the integers and floats it reads.
         tensors: the tensors it reads, each once, in an order the structure fixes.
-        functions: likewise the function and the functions it reads, each with the object whose method it is, or None.
+        functions: the function and the functions it reads, each with the object whose method it is, or None; empty if there is only one.
     """
 
     structure: tuple[Any, ...] = ()
@@ -126,10 +127,14 @@ def _function_key(function: types.FunctionType, owner: object, into: Fingerprint
     functions.append((function, owner))
     code, scope = function.__code__, function.__globals__
     known = _known.get(id(code)) or _add(code, scope)
-    if not (known.is_safe_function if owner is None else known.is_safe_method):
+    if not (known.is_safe_function if owner is None else known.is_safe_method) or type(scope) is not dict:
         return None
-    parts: list[Any] = [known.token]
+    parts: list[Any] = [known.token] if owner is None else [known.token, types.MethodType]
+    if known.makes_tensors:
+        parts.append(torch.get_default_dtype())
     if known.globals and known.scope is not scope:
+        if function.__builtins__ is not vars(builtins):  # type: ignore[attr-defined]
+            return None
         parts += [_global_key(name, path, scope, into) for name, path in known.globals]
     try:
         parts += [_key(value, into) for value in function.__defaults__ or ()]
@@ -149,11 +154,9 @@ def _function_key(function: types.FunctionType, owner: object, into: Fingerprint
 
 
 def _global_key(name: str, path: Path, scope: dict[str, Any], into: Fingerprint) -> tuple[Any, ...] | None:
-    """Key of what is read of a global or a builtin."""
-    if name not in scope:
-        return (name,) if name in _BUILTINS and _attributes().issuperset(path) else None
-    value = scope[name]
-    if name in _BUILTINS and value is getattr(builtins, name):
+    """Key of a path of a global or a builtin."""
+    value = scope[name] if name in scope else vars(builtins).get(name, _UNKNOWN)
+    if value is _BUILTINS.get(name):
         return (name,) if _attributes().issuperset(path) else None
     return _path_key(value, path, into)
 
@@ -170,7 +173,7 @@ def _path_key(value: Any, path: Path, into: Fingerprint) -> tuple[Any, ...] | No
     kind = type(value)
     if kind is types.ModuleType:
         return (value,) if value in _MODULES else None
-    if kind is types.FunctionType and not value.__closure__ and str(value.__module__).startswith("foci."):
+    if kind is types.FunctionType and not value.__closure__ and _is_of_foci(value.__globals__):
         return (value,)  # foci's own globals do not change
     return _key(value, into)
 
@@ -180,13 +183,28 @@ def _read_attribute(value: Any, name: str) -> Any:
     kind = type(value)
     if kind is types.ModuleType:
         return vars(value).get(name, _UNKNOWN)
-    if kind.__getattribute__ not in _PLAIN_LOOKUPS or getattr(kind, "__getattr__", _MODULE_GETATTR) is not _MODULE_GETATTR:
+    if _in_class(type(kind), "__getattribute__") is not _CLASS_LOOKUP:
         return _UNKNOWN
-    if hasattr(kind, name):
-        of_class = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
-        if hasattr(type(of_class), "__get__") and type(of_class) not in _PLAIN_DESCRIPTORS:
-            return _UNKNOWN
+    if _in_class(kind, "__getattribute__") not in _PLAIN_LOOKUPS or _in_class(kind, "__getattr__") not in _PLAIN_FALLBACKS:
+        return _UNKNOWN
+    descriptor = type(_in_class(kind, name))
+    if hasattr(descriptor, "__get__") and descriptor not in _PLAIN_DESCRIPTORS:
+        return _UNKNOWN
     return getattr(value, name, _UNKNOWN)
+
+
+def _in_class(kind: type, name: str) -> Any:
+    """The attribute of a class or its bases, as it is stored; `_UNKNOWN` if there is none."""
+    for each in kind.__mro__:
+        found = each.__dict__.get(name, _UNKNOWN)
+        if found is not _UNKNOWN:
+            return found
+    return _UNKNOWN
+
+
+def _is_of_foci(scope: dict[str, Any]) -> bool:
+    """Whether these are the globals of a module of foci."""
+    return str(scope.get("__name__")).startswith("foci.")
 
 
 class _Code:
@@ -205,6 +223,7 @@ class _Known(NamedTuple):
         cells: paths that it reads of variables it closes over, by their number; those that it reads as a whole are not among them.
         first: paths that it reads of its first argument.
         scope: foci's own globals, where all that it reads can be looked up: a user's may change, foci's do not.
+        makes_tensors: whether it may make tensors of torch's default dtype.
         fingerprint: of a function of this code alone.
         is_alone: whether it reads nothing but its arguments.
     """
@@ -217,15 +236,16 @@ class _Known(NamedTuple):
     cells: dict[int, tuple[Path, ...]]
     first: tuple[Path, ...]
     scope: dict[str, Any] | None
+    makes_tensors: bool
     fingerprint: Fingerprint
     is_alone: bool
 
 
 _CODES: Final = 8192
-_BUILTINS: Final = frozenset((
+_BUILTINS: Final[dict[str, Any]] = {name: getattr(builtins, name) for name in (
     "abs", "all", "any", "bool", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len", "list", "map", "max", "min", "pow",
     "range", "reversed", "round", "slice", "sorted", "sum", "tuple", "zip",
-))  # fmt: skip
+)}  # fmt: skip
 """Builtins whose results follow from their arguments. Not among them: `getattr`, `vars`, `id`, `globals`, `eval` and their like."""
 
 
@@ -253,6 +273,14 @@ def _attributes() -> frozenset[str]:
     return frozenset(name for name in words if not name.startswith("__"))
 
 
+@functools.cache
+def _constructors() -> frozenset[str]:
+    """Names of what makes tensors."""
+    from foci.ir.trace import CONSTRUCTORS
+
+    return frozenset(CONSTRUCTORS)
+
+
 _known: dict[int | types.CodeType, _Known] = {}
 """Facts about code by its identity, and by its value: other code that is equal has the same token."""
 
@@ -270,16 +298,22 @@ def _add(code: types.CodeType, scope: dict[str, Any]) -> _Known:
 def _facts(code: types.CodeType, token: _Code, scope: dict[str, Any]) -> _Known:
     fingerprint, reads = Fingerprint(structure=(token,)), read_code(code)
     if reads is None:
-        return _Known(code, token, False, False, (), {}, (), None, fingerprint, is_alone=False)
+        return _Known(code, token, False, False, (), {}, (), None, False, fingerprint, is_alone=False)
     names = reads.attributes.union(*(path for paths in reads.cells.values() if () in paths for path in paths))
     is_safe = _attributes().issuperset(names)
     is_safe_function = is_safe and _attributes().issuperset(name for path in reads.first for name in path)
     is_safe_method = is_safe and code.co_argcount > 0 and () not in reads.first
     globals_read = tuple((name, path) for name, paths in sorted(reads.globals.items()) for path in sorted(paths))
     cells = {n: tuple(sorted(paths)) for n, paths in enumerate(reads.cells.values()) if () not in paths}
-    is_of_foci = str(scope.get("__name__")).startswith("foci.")
-    into = Fingerprint((), [], [], [])
-    keys = [_global_key(name, path, scope, into) for name, path in globals_read] if is_of_foci and is_safe_function else [None]
-    is_own = None not in keys and not into.tensors
-    own_scope, is_alone, first = scope if is_own else None, is_safe_function and not globals_read, tuple(sorted(reads.first))
-    return _Known(code, token, is_safe_function, is_safe_method, globals_read, cells, first, own_scope, fingerprint, is_alone)
+    makes_tensors = not _constructors().isdisjoint(reads.names)
+    is_own = _is_of_foci(scope) and is_safe_function and not makes_tensors and _are_constant(globals_read, scope)
+    return _Known(
+        code, token, is_safe_function, is_safe_method, globals_read, cells, tuple(sorted(reads.first)), scope if is_own else None,
+        makes_tensors, fingerprint, is_alone=is_safe_function and not globals_read,
+    )  # fmt: skip
+
+
+def _are_constant(globals_read: tuple[tuple[str, Path], ...], scope: dict[str, Any]) -> bool:
+    """Whether globals of foci's are builtins, modules and foci's functions alone."""
+    keys = [_global_key(name, path, scope, Fingerprint((), [], [], [])) for name, path in globals_read]
+    return all(key is not None and isinstance(key[0], str | types.ModuleType | types.FunctionType) for key in keys)

@@ -34,7 +34,7 @@ def draws_random_numbers(function: Callable[..., Any], args: tuple[Any, ...], kw
 def _is_random(name: str) -> bool:
     if name in _PYTHON_FUNCTIONS:
         return True
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
     if packet is None:
         return False
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads())

@@ -160,7 +160,7 @@ def _enter(device: int) -> None:
 
 
 class TensorMap(int):
-    """How tiles of a tensor are copied: the address of a CUtensorMap, which lies there as long as this object lives."""
+    """How tiles of a tensor are copied: the address of a CUtensorMap, valid as long as this object lives."""
 
     _memory: Any
 

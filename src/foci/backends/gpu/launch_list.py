@@ -81,7 +81,7 @@ class Arguments(NamedTuple):
     def starter(self) -> Starter:
         """Generate the function that makes the function that launches: straight-line code, without a loop."""
         fills = [f"slots[{at - _GRID}] = a[{role}]" for at, role in self.places]
-        for n, (at, role, _) in enumerate(self.maps):  # a name holds the map while other threads may forget it
+        for n, (at, role, _) in enumerate(self.maps):  # the local name keeps the map alive
             fills.append(f"pointers[{at - _GRID}] = map{n} = known{n}(a[{role}]) or make{n}(a[{role}])")
         finds = "".join(f"(known{n}, make{n}), " for n in range(len(self.maps)))
         lines = [
@@ -200,12 +200,12 @@ class Template:
     """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with.
 
     Args:
-        given: which inputs are tensors; the others are None, in every call.
-        launches: in order.
-        news: what the pass allocates.
-        kept: the tensors that it was built with, of `sources`.
-        sources: of tensors that it reads besides its inputs.
-        results: how many of `news` it returns, all by default; the others share one scratch allocation.
+        given: for each input whether it is a tensor, and not None, in every call.
+        launches: in the order in which they run.
+        news: the tensors that the pass allocates.
+        kept: the tensors of `sources` in the call that built it.
+        sources: functions that return the tensors it reads besides its inputs.
+        results: number of `news` that it returns, all by default; the rest share one scratch allocation.
     """
 
     __slots__ = ("_given", "_kept", "_results", "_sized", "_sources", "launches", "makers", "news", "parts", "runner", "scratch")
@@ -327,8 +327,8 @@ class LaunchList:
     Attributes:
         template: the template.
         sized: what depends on the number of tokens.
-        run: (inputs, their addresses or None) -> results, in order. Launches with other tensors of the same geometry, alignment and
-            stream. A list of addresses is taken over.
+        run: function of inputs of the same geometry, alignment and stream, and optionally of a list of their addresses, which it extends.
+            It launches and returns the results, in order.
     """
 
     __slots__ = ("_binding", "_launches", "run", "sized", "template")

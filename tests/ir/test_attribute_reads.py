@@ -1,6 +1,7 @@
 """Functions that read attributes of objects, and globals: looked up anew at each call, and traced again only if they must be."""
 
 import dataclasses
+import functools
 import sys
 import types
 
@@ -277,7 +278,6 @@ def test_values_are_those_of_the_call(name, tensors):
             torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-# START-04
 @pytest.mark.parametrize("name", KEPT)
 def test_what_can_be_looked_up_is_traced_once(name, tensors, monkeypatch):
     change, score = CASES[name]()
@@ -336,3 +336,94 @@ def test_code_that_changes_things_is_not_read():
         return s
 
     assert [read_code(function.__code__) for function in (imports, sets, declares)] == [None] * 3
+
+
+# -- what two calls may not share
+
+
+def outcomes(tensors, *functions):
+    return [foci.attention(*tensors, score=function) for function in functions]
+
+
+# FLEX-09
+def test_a_method_is_not_its_function(tensors):
+    class Scorer:
+        def score(self, *args):
+            return args[0] * 2.0 + args[-1] * 0.1
+
+        def default(self, s, b=0, h=0, i=0, j=0):
+            return s * 2.0 + j * 0.1
+
+    for name in ("score", "default"):
+        bound, unbound = outcomes(tensors, getattr(Scorer(), name), getattr(Scorer, name))
+        assert not torch.equal(bound, unbound), name
+
+
+def test_a_function_in_the_clothes_of_focis(tensors):
+    @functools.wraps(foci.masks.causal)
+    def local(s, j):
+        return s + GAIN * j
+
+    results = []
+    for gain in (0.0, 1.0):
+        globals()["GAIN"] = gain
+        SHELF.helper = local
+        results += outcomes(tensors, lambda s, b, h, i, j: SHELF.helper(s, j))
+    assert not torch.equal(*results)
+
+
+def test_a_closure_variable_that_the_function_writes(tensors):
+    n = 0
+
+    def score(s, b, h, i, j):
+        nonlocal n
+        n = (n + 1) % 2
+        return s * (n + 1) + j * n
+
+    one, two, three = outcomes(tensors, score, score, score)
+    assert not torch.equal(one, two)
+    assert torch.equal(one, three)
+
+
+def test_a_builtin_that_somebody_replaced(tensors, monkeypatch):
+    score = lambda s, b, h, i, j: s * divmod(5, 2)[0] + j
+    before = outcomes(tensors, score)[0]
+    monkeypatch.setattr("builtins.divmod", lambda *_: (5, 0))
+    assert not torch.equal(before, outcomes(tensors, score)[0])
+
+
+def test_the_default_dtype_of_new_tensors(tensors):
+    score = lambda s, b, h, i, j: s + torch.tensor(1 / 3) * j
+    torch.set_default_dtype(torch.float16)
+    try:
+        rounded = outcomes(tensors, score)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not torch.equal(rounded, outcomes(tensors, score)[0])
+
+
+def test_identity_of_values_that_are_equal(tensors):
+    bag = Bag()
+    results = []
+    for mode in ("wide", "wider"[:4]):
+        bag.mode = mode
+        results += outcomes(tensors, lambda s, b, h, i, j: s * 2 + j if bag.mode is WIDE else s)
+    assert not torch.equal(*results)
+
+
+WIDE = "wide"
+
+
+def test_attributes_that_a_metaclass_computes_for_the_class(tensors):
+    class Meta(type):
+        gain = property(lambda cls: pytest.fail("asked"))
+
+    class Classed(metaclass=Meta):
+        pass
+
+    classed = Classed()
+    results = []
+    for gain in (1.0, 2.0):
+        vars(classed)["gain"] = gain
+        results += outcomes(tensors, lambda s, b, h, i, j: s * classed.gain + j)
+    assert not torch.equal(*results)
