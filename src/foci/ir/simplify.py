@@ -34,7 +34,9 @@ def simplify(expr: Expr) -> Expr:
         >>> simplify(apply("lt", apply("sub", q, kv), 4)), simplify(apply("not", apply("lt", 3, apply("sub", q, kv))))
         (q_idx - kv_idx <= 3, q_idx - kv_idx <= 3)
     """
-    return rewrite(expr, _settled)
+    simple = rewrite(expr, _settled)
+    # a reduction that moves to another level renumbers its axis, by which operands are sorted
+    return simple if simple is expr or not simple.levels else simplify(simple)
 
 
 @functools.lru_cache(maxsize=4096)
