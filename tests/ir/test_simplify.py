@@ -30,10 +30,10 @@ def same(a, b):
 
 
 def _rounded_apart(a, b):
-    # a power of numbers is folded by Python, whose last bit may be another than torch's
+    # a function of a number is folded by Python, whose last bit may be another than torch's, and added to what nearly cancels it
     if not a.is_floating_point():
         return torch.zeros_like(a, dtype=torch.bool)
-    return torch.isfinite(a) & ((a - b).abs() <= 2.0**-52 * a.abs())
+    return torch.isfinite(a) & ((a - b).abs() <= 2.0**-52 * a.abs().clamp(min=1.0))
 
 
 _INNER = row_reduction("sum", apply("mul", SCORE, FLOAT_ROW))
