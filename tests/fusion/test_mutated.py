@@ -42,6 +42,8 @@ CHANGES = (
     "{t}.masked_fill_({t} > 3.0, 0.0)",
     "torch.add({t}, 0.1, out={t})",
     "{t}.unsqueeze(0).squeeze(0).neg_()",
+    "with torch.no_grad(): {t} = {t} * 1.0",
+    "with torch.no_grad(): {t}.mul_(0.5)",
 )
 
 # An attention in steps; a tensor may be changed before any of them.

@@ -8,12 +8,15 @@ from typing import Final
 
 from torch import fx
 
-from foci.fusion.fx_utils import as_call, mark_written, reads_only_shape, source_location, storage_id
+from foci.compat.fx import is_higher_order, tree_leaves
+from foci.fusion.declared_writes import declared_writes
+from foci.fusion.fx_utils import as_call, is_tensor, mark_written, reads_only_shape, source_location, storage_id
 from foci.fusion.indices import NoRule
+from foci.fusion.nested import named
 from foci.fusion.replacing import is_pure
 from foci.fusion.views import VIEWS
 
-__all__ = ["Writes", "check_exclusive"]
+__all__ = ["Writes", "check_exclusive", "written_nodes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +36,7 @@ class Writes:
         by_storage: dict[int | None, list[tuple[int, fx.Node]]] = {}
         for n, node in enumerate(graph.nodes):
             position[node] = n
-            for target in _written(node):
+            for target in written_nodes(node):
                 storage = storage_id(target)
                 if storage is not None:
                     by_storage.setdefault(storage, []).append((n, node))
@@ -95,18 +98,37 @@ def _between(sources: frozenset[fx.Node], until: fx.Node) -> frozenset[fx.Node]:
     return frozenset(ancestors)
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node writes."""
+    if is_higher_order(node.target):
+        return [n for n in node.all_input_nodes if is_tensor(n)] if _runs_writes(node) else []
     call = as_call(node)
-    if call is None:
+    if call is None or not (call.in_place or call.name == "setitem"):
         return []
-    if call.name == "setitem" and isinstance(call.args[0], fx.Node):
-        return [call.args[0]]
-    if not call.in_place:
-        return []
-    out = call.kwargs.get("out")
-    target = out if isinstance(out, fx.Node) else call.args[0] if call.args else call.kwargs.get("input")
-    return [target] if isinstance(target, fx.Node) else []
+    written = [*declared_writes(node), node.kwargs.get("out")]
+    if all(target is None for target in written):
+        written = [call.args[0] if call.args else call.kwargs.get("input")]
+    return list(dict.fromkeys(target for target in tree_leaves(written) if isinstance(target, fx.Node)))
+
+
+_PURE: Final = frozenset(("flex_attention", "foci_attention"))
+"""Higher-order operators that write nothing."""
+
+
+def _runs_writes(node: fx.Node) -> bool:
+    """Whether a higher-order operator may write what it is given: one of its bodies does, or it has none that can be read."""
+    if getattr(node.target, "__name__", "") in _PURE:
+        return False
+    module = node.graph.owning_module
+    bodies = [named(module, n) for n in node.all_input_nodes] if module is not None else []
+    graphs = [body.graph for body in bodies if body is not None]
+    return not graphs or any(map(_writes_inputs, graphs))
+
+
+def _writes_inputs(graph: fx.Graph) -> bool:
+    """Whether a graph writes memory that it did not make."""
+    inputs = {storage_id(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")} | {None}
+    return any(storage_id(target) in inputs for node in graph.nodes for target in written_nodes(node))
 
 
 def check_exclusive(inside: frozenset[fx.Node], last: fx.Node, values: frozenset[fx.Node], known: Sequence[fx.Node] = ()) -> None:

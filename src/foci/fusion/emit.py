@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
-from foci.fusion.fx_utils import Size, example_value, is_written, needs_grad, node_shape, same_size
+from foci.fusion.fx_utils import Size, example_value, is_written, mark_no_grad, needs_grad, node_shape, runs_without_gradients, same_size
 from foci.fusion.indices import Digits, NoRule, count_values, is_atom, symbolic_expression
 from foci.fusion.match import Place
 
@@ -81,7 +81,12 @@ class Emitter:
     def _valued(self, node: fx.Node, run: Callable[[Any, Any], Any]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), example_value)
         with making(self._mode), torch.set_grad_enabled(self._grad):
-            node.meta["example_value"] = run(args, kwargs)
+            value = run(args, kwargs)
+            # under no_grad, a fake view of a tensor that requires a gradient says that it does, too
+            stops = not self._grad and isinstance(value, Tensor) and value.requires_grad
+            node.meta["example_value"] = value.data if stops else value
+        if runs_without_gradients(self.place):
+            mark_no_grad(node)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.place.meta:
                 node.meta[key] = self.place.meta[key]

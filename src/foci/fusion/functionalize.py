@@ -16,7 +16,18 @@ from torch import Tensor, fx
 
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.fake_values import making
-from foci.fusion.fx_utils import Call, as_call, example_tensor, example_value, inplace_position, node_dtype, node_rank, storage_id
+from foci.fusion.fx_utils import (
+    Call,
+    as_call,
+    example_tensor,
+    example_value,
+    inplace_position,
+    needs_grad,
+    node_dtype,
+    node_rank,
+    runs_without_gradients,
+    storage_id,
+)
 from foci.ir.rule import Rule, by_name
 
 __all__ = ["ROUNDING_RULES", "WRITE_RULES", "without_writes"]
@@ -35,6 +46,8 @@ def without_writes(graph: fx.Graph, mode: FakeTensorMode | None) -> None:
         if call is None or rule is None or not call.args or not isinstance(call.args[0], fx.Node):
             continue
         target = call.args[0]
+        if runs_without_gradients(node) and any(map(needs_grad, node.all_input_nodes)):
+            continue  # the written tensor keeps its gradient, where the functional operation gives a result without one
         if storages[target] is None or not _is_private(node, target, aliases[storages[target]], position):
             continue
         result = rule(Write(graph, node, call, target, position, mode))

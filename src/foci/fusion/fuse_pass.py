@@ -27,6 +27,7 @@ from foci.fusion.functionalize import without_writes
 from foci.fusion.functions import open_functions, softmaxes_in
 from foci.fusion.fusion_report import Fused, Kind, Site
 from foci.fusion.fx_utils import as_call, example_value, is_transformed, needs_grad, node_rank, reads_only_shape, source_location
+from foci.fusion.grad_mode import correct_gradients, starts_with_gradients
 from foci.fusion.indices import NeedsSplit, NoRule
 from foci.fusion.lower import Prepared, lower, prepare
 from foci.fusion.manual_softmax import without_softmaxes_by_hand
@@ -79,7 +80,7 @@ def _check(graph_module: Any, example_inputs: Any) -> None:
         raise ValueError(f"example_inputs must be one for each of the graph's inputs: {names}; got {len(example_inputs)}")
 
 
-def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site]:
+def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None, *, grad_enabled: bool = True) -> list[Site]:
     """Fuses what a module of our own has, bodies of its operators included."""
     sites: list[Site] = []
     bodies: dict[str, str] = {}
@@ -87,6 +88,7 @@ def _fuse_copy(module: fx.GraphModule, mode: FakeTensorMode | None) -> list[Site
     opened = open_composites(graph, mode)
     open_functions(module, mode)
     open_views(graph, mode)
+    correct_gradients(graph, enabled=grad_enabled)
     name_sizes(graph)
     without_writes(graph, mode)
     erase_dead(graph)
@@ -113,7 +115,8 @@ def _fuse_body(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, know
     inputs = [example_value(n) for n in body.graph.nodes if n.op == "placeholder"]
     if name not in known and all(value is not None for value in inputs):
         copied = _copied(body)
-        sites = _fuse_copy(copied, with_values(copied, inputs))
+        grad_enabled = all(map(starts_with_gradients, node.users))
+        sites = _fuse_copy(copied, with_values(copied, inputs), grad_enabled=grad_enabled)
         known[name] = f"foci_{name.replace('.', '_')}" if any(site.fused for site in sites) else name
         if known[name] != name:
             module.add_module(known[name], copied)

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from foci.compat.fx import storage_identity
 from foci.compat.torch import is_transformed as is_functorch_tensor
+from foci.fusion.declared_writes import declared_writes
 
 __all__ = [
     "CASTS",
@@ -32,6 +33,7 @@ __all__ = [
     "is_tensor",
     "is_transformed",
     "is_written",
+    "mark_no_grad",
     "mark_written",
     "needs_grad",
     "node_device",
@@ -40,6 +42,7 @@ __all__ = [
     "node_shape",
     "pad_arguments",
     "reads_only_shape",
+    "runs_without_gradients",
     "same_size",
     "single",
     "size_hint",
@@ -78,7 +81,7 @@ CASTS: Final = frozenset((
 
 @dataclass(frozen=True)
 class Call:
-    """A node's operation by name, and its operands by position; `in_place` if the operation writes its first argument."""
+    """A node's operation by name, and its operands by position; `in_place` if the operation writes an argument."""
 
     name: str
     args: tuple[Any, ...]
@@ -117,7 +120,7 @@ def as_call(node: fx.Node) -> Call | None:
         if parameter not in named:
             break
         args += (named.pop(parameter),)
-    return Call(name, args, named, in_place or named.get("inplace") is True or _writes(node))
+    return Call(name, args, named, in_place or named.get("inplace") is True or _writes(node) or bool(declared_writes(node)))
 
 
 @functools.cache
@@ -191,6 +194,19 @@ def mark_written(node: fx.Node) -> None:
 def is_written(node: fx.Node) -> bool:
     """Whether the node was marked as written in place."""
     return _WRITTEN in node.meta
+
+
+_NO_GRAD: Final = "foci_no_grad"
+
+
+def mark_no_grad(node: fx.Node) -> None:
+    """Mark that the node runs with gradients off."""
+    node.meta[_NO_GRAD] = True
+
+
+def runs_without_gradients(node: fx.Node) -> bool:
+    """Whether the node was marked as one that runs with gradients off."""
+    return _NO_GRAD in node.meta
 
 
 def node_dtype(node: fx.Node) -> torch.dtype:

@@ -19,7 +19,20 @@ from torch import fx
 from foci.compat.fake import FakeTensorMode
 from foci.fusion.alias_analysis import Writes
 from foci.fusion.emit import Emitter, Sizes
-from foci.fusion.fx_utils import Call, as_call, example_value, fixed_number, is_tensor, is_written, node_dtype, node_rank, node_shape
+from foci.fusion.fx_utils import (
+    Call,
+    as_call,
+    example_value,
+    fixed_number,
+    is_tensor,
+    is_written,
+    mark_no_grad,
+    needs_grad,
+    node_dtype,
+    node_rank,
+    node_shape,
+    runs_without_gradients,
+)
 from foci.fusion.indices import Digit, Index, NoRule, broadcast_index
 from foci.fusion.is_binary import is_truth
 from foci.fusion.match import path_to
@@ -199,6 +212,8 @@ def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
         return None
     if any(user not in alone for node in alone - {quotient.node} for user in node.users):
         return None
+    if not _flows_throughout(quotient, raised, alone):
+        return None
     if raised.again:
         return None if total.beside or node_dtype(raised.scores) != node_dtype(quotient.node) else raised
     if total.beside:
@@ -208,6 +223,19 @@ def _normalised(quotient: _Quotient, values: Values) -> _Normalised | None:
     if (total.guarded and (raised.masks or unshifted is None)) or node_dtype(raised.scores) != node_dtype(quotient.node):
         return None
     return raised if unshifted is None else replace(raised, scores=unshifted)
+
+
+def _flows_throughout(quotient: _Quotient, raised: _Normalised, alone: set[fx.Node]) -> bool:
+    """Whether gradients flow through each node between the scores and the quotient, as they would through a softmax, or reach none."""
+    if runs_without_gradients(quotient.node):
+        return True  # whatever is in its place is computed without gradients, too
+    learns = needs_grad(raised.scores)
+    factors = () if quotient.product is None else (n for n in quotient.product.operands if n is not quotient.top)
+    result_learns = learns or any(map(needs_grad, factors))
+    results = {quotient.node} if quotient.product is None else {quotient.node, quotient.product.node}
+    return all(needs_grad(node) == (result_learns if node in results else learns) for node in alone) and not any(
+        needs_grad(mask) for mask, _ in raised.masks
+    )
 
 
 def _by_norm(quotient: _Quotient, call: Call) -> _Sum | None:
@@ -354,6 +382,8 @@ def _without_largest(node: fx.Node, dim: int) -> fx.Node | None:
     if call is None or call.name != "sub" or len(call.args) != 2 or call.kwargs or not all(map(is_tensor, call.args)):
         return None
     source, largest = call.args
+    if needs_grad(node) != needs_grad(source):
+        return None
     index = broadcast_index(atoms(node_shape(node)), node_shape(largest))
     while (producer := as_call(largest)) is not None:
         if producer.name in ("amax", "max"):
@@ -429,5 +459,7 @@ def _rewrite(graph: fx.Graph, quotient: _Quotient, normalised: _Normalised, emit
             replaced = {n: n for n in old.all_input_nodes} | {quotient.top: weights}
             weights = graph.node_copy(old, replaced.__getitem__)
         weights.meta["example_value"] = example_value(node)
+        if runs_without_gradients(node):
+            mark_no_grad(weights)
     node.replace_all_uses_with(weights)
     graph.erase_node(node)

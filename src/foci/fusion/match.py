@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from foci.fusion.fx_utils import (
     Call,
     Size,
     as_call,
+    example_tensor,
     example_value,
     fixed_number,
     is_tensor,
@@ -212,6 +214,8 @@ def read(
     expression = lift.element(source, walk.index)
     if not indices or any(index != indices[0] for index in indices):
         raise NoRule("the scores of several positions are mixed" if indices else "the softmax does not read the first product")
+    if needs_grad(second.node):
+        _check_gradient((*softmax.inside, *_read_on_path(softmax, first.node, on_path)), learns=needs_grad(first.node))
     shared, queries = naming.all(roles["shared"]), naming.all(roles["queries"])
     shared, queries = _sequence(shared, queries, keys)
     left, right, depth = _operands(first, indices[0], shared, queries, keys, naming)
@@ -222,6 +226,38 @@ def read(
         walk, sink, lift, (on_path & passed) | softmax.inside | between | walk.tests, naming.index(second.out),
         () if sink is not None else _logsumexps(softmax, on_path, passed),
     )  # fmt: skip
+
+
+def _read_on_path(softmax: Softmax, first: fx.Node, on_path: frozenset[fx.Node]) -> list[fx.Node]:
+    """The nodes from the softmax's source up to `first`, but for row statistics that are subtracted: a softmax is invariant to those."""
+    nodes: dict[fx.Node, None] = {}
+    stack = [softmax.source]
+    while stack:
+        node = stack.pop()
+        if node in nodes or node not in on_path:
+            continue
+        nodes[node] = None
+        under = None if node is first else _unshifted(node, softmax.dim, on_path)
+        if under is not None:
+            stack.append(under)
+        elif node is not first:
+            stack += node.all_input_nodes
+    return list(nodes)
+
+
+def _check_gradient(nodes: Iterable[fx.Node], *, learns: bool) -> None:
+    """Check that each node hands on the gradient that the attention would.
+
+    Args:
+        learns: whether the product with the keys has a gradient.
+
+    Raises:
+        NoRule: where a node stops it.
+    """
+    for node in nodes:
+        tensor = example_tensor(node)
+        if tensor is not None and tensor.is_floating_point() and (stops_gradient(node) or (learns and not tensor.requires_grad)):
+            raise NoRule(f"no gradient flows through {node.name}")
 
 
 def _depending(first: fx.Node, passed: frozenset[fx.Node]) -> frozenset[fx.Node]:

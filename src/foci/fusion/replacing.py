@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from foci.compat.fake import FakeTensorMode
 from foci.compat.fx import is_erased, is_higher_order
+from foci.fusion.declared_writes import declared_writes
 from foci.fusion.fake_values import making
 from foci.fusion.fx_utils import as_call, example_value, same_size
 from foci.fusion.products import as_product
@@ -61,7 +62,10 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     call = as_call(node)
     read = node.args[0] if node.args else None
     if call is not None and call.in_place:
-        return values[read] if isinstance(read, fx.Node) and read in values else example_value(node)
+        written = declared_writes(node)
+        if isinstance(read, fx.Node) and read in values and (not written or read in written):
+            return values[read]
+        return example_value(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else example_value(n))
     method = node.op == "call_method"
     return getattr(args[0], str(node.target))(*args[1:], **kwargs) if method else node.target(*args, **kwargs)  # type: ignore[operator]

@@ -16,10 +16,12 @@ from foci.fusion.fx_utils import (
     needs_grad,
     node_rank,
     node_shape,
+    runs_without_gradients,
     same_size,
     single,
 )
 from foci.fusion.indices import Digit, Index, NeedsSplit, NoRule, broadcast_index
+from foci.fusion.symbolic_element import stops_gradient
 from foci.fusion.value_numbering import Values
 from foci.fusion.views import step
 from foci.ir import expr as ir
@@ -38,9 +40,9 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def moved(node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
-    """One view towards the source; None where there is none, or none that positions alone decide."""
+    """One view towards the source; None where there is none, none that positions alone decide, or one that stops the gradient."""
     try:
-        return step(node, index, _constant, _unread)
+        return None if stops_gradient(node) else step(node, index, _constant, _unread)
     except (NoRule, NeedsSplit):
         return None
 
@@ -75,7 +77,8 @@ def less_logsumexp(node: fx.Node, values: Values) -> tuple[fx.Node, int] | None:
     if not all(map(is_tensor, inner.args)) or not same_shape(inner.args[0], node):
         return None
     source, logarithm = inner.args
-    if needs_grad(logarithm) != needs_grad(source) or is_written(call.args[0]) or is_written(source):
+    stops = needs_grad(node) != needs_grad(source) and not runs_without_gradients(node)
+    if stops or needs_grad(logarithm) != needs_grad(source) or is_written(call.args[0]) or is_written(source):
         return None
     dim = _over(logarithm, _broadcast(source, logarithm), source, values)
     return None if dim is None else (source, dim)

@@ -7,7 +7,7 @@ from typing import Final
 from torch import fx
 
 from foci.fusion.alias_analysis import Writes
-from foci.fusion.fx_utils import as_call, is_tensor, is_written
+from foci.fusion.fx_utils import as_call, is_tensor, is_written, needs_grad
 from foci.fusion.products import as_product
 from foci.fusion.symbolic_element import PASSED
 
@@ -17,7 +17,8 @@ _RANDOM: Final = frozenset(("dropout",))
 
 
 class Values:
-    """Numbers nodes by value when first asked; linear in the graph. Nodes in memory that the graph writes are like no other."""
+    """Numbers nodes by value when first asked; linear in the graph. Nodes in memory that the graph writes are like no other,
+    and one that gradients flow through is unlike one that they do not."""
 
     def __init__(self, graph: fx.Graph) -> None:
         Writes.of(graph)  # marks what is written
@@ -44,4 +45,4 @@ class Values:
         if call.name not in PASSED and call.name != "sum" and as_product(node) is None:
             return node
         args, kwargs = fx.map_arg((call.args, dict(call.kwargs)), lambda n: f"%{self._numbers[n]}")
-        return f"{call.name} {args!r} {sorted(kwargs.items())!r}"
+        return f"{needs_grad(node)} {call.name} {args!r} {sorted(kwargs.items())!r}"

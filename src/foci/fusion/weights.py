@@ -157,7 +157,7 @@ def walk_up(start: fx.Node, index: Index, softmax: Softmax, between: frozenset[f
     """
     walk, node = Walk(index), start
     while node is not softmax.node:
-        if grad and stops_gradient(node):
+        if grad and (stops_gradient(node) or needs_grad(node) != needs_grad(softmax.node)):
             raise NoRule(f"no gradient flows through {node.name}")
         moved = step(node, walk.index, lift.number, lift.element)
         if moved is not None and moved[0] in between:
