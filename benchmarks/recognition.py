@@ -39,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "fusion"))
 from architectures import FURTHER, TESTED, Architecture, attentions, cast, results, undropped
 from spelling_harness import assert_equal
 
+from summed_terms import record_bias_terms
+
 
 def foci_only(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     fused = fuse(graph_module, example_inputs)
@@ -94,7 +96,7 @@ def equal(
     wide = undropped(architecture.model()).double().train(training)
     wide.load_state_dict(model.state_dict())
     wide.config._experts_implementation = "eager"  # the grouped product knows no float64
-    with Float64():
+    with Float64(), record_bias_terms(wide) as terms:
         try:
             exact = results(wide, cast(inputs, torch.float64), training=training)
         except RuntimeError:  # float64's lowest number in a tensor of the default dtype
@@ -108,8 +110,9 @@ def equal(
     for name in [name for name, t in exact.items() if float(t.abs().max()) <= 1e-12 * top]:
         if float(fused[name].abs().max()) <= torch.finfo(fused[name].dtype).eps * top:
             del fused[name]
+    of_fused = [{name: tensors[name] for name in fused} for tensors in (fused, eager, exact)]
     try:
-        assert_equal(*({name: tensors[name] for name in fused} for tensors in (fused, eager, exact)), next(model.parameters()).dtype)
+        assert_equal(*of_fused, next(model.parameters()).dtype, terms)
     except AssertionError as error:
         return str(error)
     return True
