@@ -43,6 +43,21 @@ class Case(NamedTuple):
     is_trained: bool = True
 
 
+class Layer(torch.nn.Module):
+    """Attention whose score function reads an attribute of its module, by name or by a property."""
+
+    def __init__(self, slopes: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("slopes", slopes)
+
+    @property
+    def computed(self) -> Tensor:
+        return self.slopes  # type: ignore[return-value]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return foci.attention(query, key, value, score=lambda s, b, h, i, j: s + self.slopes[h] * (i - j))
+
+
 def cases(device: str) -> dict[str, Case]:
     """Calls by each way in."""
     length, dim, dtype = (64, 64, torch.bfloat16) if device == "cuda" else (16, 8, torch.float32)
@@ -73,7 +88,7 @@ def cases(device: str) -> dict[str, Case]:
     def plain_packed(*tensors: Tensor) -> Any:
         return sdpa(*(t.transpose(0, 1)[None] for t in tensors))
 
-    most = length - 7
+    layer, most = Layer(slopes), length - 7
     return {
         "attention": Case(foci.attention, plain, dense),
         "scaled_dot_product_attention": Case(foci.scaled_dot_product_attention, plain, dense),
@@ -82,6 +97,10 @@ def cases(device: str) -> dict[str, Case]:
         "attention, window": Case(lambda *t: foci.attention(*t, mask=window), plain, dense),
         "attention, score function": Case(
             lambda *t: foci.attention(*t, score=lambda s, b, h, i, j: s + slopes[h] * (i - j)), plain, dense
+        ),
+        "attention, score of a module": Case(layer, plain, dense),
+        "attention, score traced each time": Case(
+            lambda *t: foci.attention(*t, score=lambda s, b, h, i, j: s + layer.computed[h] * (i - j)), plain, dense
         ),
         "attention, dropout": Case(lambda *t: foci.attention(*t, dropout_p=0.1), lambda *t: sdpa(*t, dropout_p=0.1), dense),
         "flex_attention, BlockMask": Case(flex(block_masks[0]), plain, dense),

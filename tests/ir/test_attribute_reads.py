@@ -162,6 +162,11 @@ def by_globals(s, h):
 
 
 KEPT = tuple(CASES)
+COMPUTED = {}
+
+
+def computed_by(bag):
+    return (lambda gain, bias: COMPUTED.update(gain=gain, bias=bias)), lambda: lambda s, b, h, i, j: s * bag.gain + bag.bias[h]
 
 
 @case
@@ -181,28 +186,22 @@ def property_of_a_class():
 
 @case
 def getattr_of_a_class():
-    values = {}
-
     class Computed:
         def __getattr__(self, name):
-            return values[name]
+            return COMPUTED[name]
 
-    computed = Computed()
-    return (lambda gain, bias: values.update(gain=gain, bias=bias)), lambda: lambda s, b, h, i, j: s * computed.gain + computed.bias[h]
+    return computed_by(Computed())
 
 
 @case
 def getattribute_of_a_class():
-    values = {}
-
     class Computed:
         gain, bias = 7.0, torch.ones(2)
 
         def __getattribute__(self, name):
-            return values[name]
+            return COMPUTED[name]
 
-    computed = Computed()
-    return (lambda gain, bias: values.update(gain=gain, bias=bias)), lambda: lambda s, b, h, i, j: s * computed.gain + computed.bias[h]
+    return computed_by(Computed())
 
 
 @case
@@ -309,6 +308,17 @@ def test_gradients_of_what_a_module_holds(tensors):
         scores = (q.double() @ k.double().mT) * 8**-0.5 + reference[:, None, None] * 1.0
         (scores.softmax(-1) @ v.double()).square().sum().backward()
         torch.testing.assert_close(scored.bias.grad.double(), reference.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_global_that_is_none_is_a_value(monkeypatch):
+    function = lambda s, b, h, i, j: s if LIMIT is None else s * 2
+    none = fingerprint(function).structure
+    assert (type(None), None) in none
+    monkeypatch.setitem(globals(), "LIMIT", 3)
+    assert fingerprint(function).structure != none
+
+
+LIMIT = None
 
 
 def test_what_code_reads():

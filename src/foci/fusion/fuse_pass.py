@@ -382,7 +382,7 @@ def _replace(graph: fx.Graph, prepared: Prepared, mode: FakeTensorMode | None, s
 
 
 def _without_more_gradients(emitter: Emitter, new: fx.Node, old: fx.Node, operands: Iterable[fx.Node]) -> fx.Node:
-    """`new`, detached where `old` is: each way from the operands to it was."""
+    """Detach `new` if `old` carries no gradient although an operand requires one."""
     return new if needs_grad(old) or not any(map(needs_grad, operands)) else emitter.method("detach", new)
 
 

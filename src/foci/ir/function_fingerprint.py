@@ -156,7 +156,7 @@ def _function_key(function: types.FunctionType, owner: object, into: Fingerprint
 def _global_key(name: str, path: Path, scope: dict[str, Any], into: Fingerprint) -> tuple[Any, ...] | None:
     """Key of a path of a global or a builtin."""
     value = scope[name] if name in scope else vars(builtins).get(name, _UNKNOWN)
-    if value is _BUILTINS.get(name):
+    if name in _BUILTINS and value is _BUILTINS[name]:
         return (name,) if _attributes().issuperset(path) else None
     return _path_key(value, path, into)
 

@@ -203,9 +203,11 @@ def _known_gradients(
 ) -> tuple[Tensor | None, ...] | None:
     """Compute the gradients by launches that are kept, if they are."""
     gradients = launch_backward(outline.chosen, program, tensors, optional, bwd_args)
+    if gradients is None:
+        return None
     q, k, v, captures = outline.chosen.needs
-    if gradients is None or len(gradients) == 3 + len(captures):  # of all
-        return None if gradients is None else tuple(gradients)
+    if len(gradients) == 3 + len(captures):
+        return tuple(gradients)
     rest = iter(gradients)
     return tuple([next(rest) if on else None for on in (q, k, v, *captures)])
 

@@ -121,7 +121,7 @@ class LaunchBuilder:
     def __init__(self, inputs: Inputs, stream: int | None) -> None:
         self._stream = stream
         self._tensors: list[Tensor | None] = list(inputs)
-        self._given = tuple([t is not None for t in inputs])
+        self._has_input = tuple([t is not None for t in inputs])
         self._made: list[New] = []
         self._kept: list[Tensor | None] = []
         self._sources: list[Source | None] = []
@@ -223,7 +223,7 @@ class LaunchBuilder:
             self._launch_pending()
             return
         self._pending.clear()
-        self._built = Template(self._given, self._launches, self._made, self._kept, self._sources).as_built(tokens)
+        self._built = Template(self._has_input, self._launches, self._made, self._kept, self._sources).as_built(tokens)
         self._built.launch(tensor_addresses(self._tensors))
 
     @property

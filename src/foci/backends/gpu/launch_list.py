@@ -200,7 +200,7 @@ class Template:
     """A launch list that can be repeated once it is bound to sequences. A dense one is bound to the tensors that it was built with.
 
     Args:
-        given: for each input whether it is a tensor, and not None, in every call.
+        has_input: for each input whether it is a tensor, and not None, in every call.
         launches: in the order in which they run.
         news: the tensors that the pass allocates.
         kept: the tensors of `sources` in the call that built it.
@@ -208,13 +208,13 @@ class Template:
         results: number of `news` that it returns, all by default; the rest share one scratch allocation.
     """
 
-    __slots__ = ("_given", "_kept", "_results", "_sized", "_sources", "launches", "makers", "news", "parts", "runner", "scratch")
+    __slots__ = ("_has_input", "_kept", "_results", "_sized", "_sources", "launches", "makers", "news", "parts", "runner", "scratch")
 
     def __init__(
-        self, given: tuple[bool, ...], launches: list[Launch], news: Sequence[New], kept: Inputs, sources: Sequence[Source | None],
+        self, has_input: tuple[bool, ...], launches: list[Launch], news: Sequence[New], kept: Inputs, sources: Sequence[Source | None],
         results: int | None = None,
     ) -> None:  # fmt: skip
-        self._given = given
+        self._has_input = has_input
         self.launches = launches
         self.news = news
         self.parts = Parts.of(news[:results])
@@ -231,8 +231,8 @@ class Template:
         joint = 0 if self.parts is None else len(self.parts.layouts)
         results = [f"r{n}" for n in range(joint + len(self.makers))]
         addresses = "".join(f"{each}.data_ptr(), " for each in results)
-        inputs = "".join(f"t{n}, " for n in range(len(self._given)))
-        given = "".join(f"t{n}.data_ptr(), " if is_given else "None, " for n, is_given in enumerate(self._given))
+        inputs = "".join(f"t{n}, " for n in range(len(self._has_input)))
+        input_addresses = "".join(f"t{n}.data_ptr(), " if is_tensor else "None, " for n, is_tensor in enumerate(self._has_input))
         makes = "".join(f"make{n}, " for n in range(len(self.makers)))
         launches = "".join(f"launch{n}, " for n in range(len(self.launches)))
         lines = [
@@ -245,7 +245,7 @@ class Template:
             *(f"        {result} = make{n}()" for n, result in enumerate(results[joint:])),
             "        if a is None:",
             f"            {inputs} = inputs" if inputs else "            pass",
-            f"            a = [{given}{addresses}]",
+            f"            a = [{input_addresses}{addresses}]",
             "        else:",
             f"            a += ({addresses})",
             *(["        buffer = allocate()", "        start = buffer.data_ptr()", "        a += [start + offset for offset in offsets]"]
@@ -270,13 +270,13 @@ class Template:
         """Return the template with only the first `count` of the tensors that it allocates, as `New.packed` if `packed`. The others share
         one scratch allocation."""
         news = [new.packed if packed and n < count else new for n, new in enumerate(self.news)]
-        return Template(self._given, self.launches, news, self._kept, self._sources, count)
+        return Template(self._has_input, self.launches, news, self._kept, self._sources, count)
 
     def unbound(self) -> Template | None:
         """Return the template for any sequences; None if it reads a tensor for which it has no `Source`."""
         if None in self._sources:
             return None
-        return Template(self._given, self.launches, self.news, (), self._sources, self._results)
+        return Template(self._has_input, self.launches, self.news, (), self._sources, self._results)
 
     def anywhere(self) -> Template | None:
         """`unbound`; this template if it is that already."""
