@@ -17,7 +17,7 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def _function_key(function: types.FunctionType, owner: object, into: Fingerprint
     if known.makes_tensors:
         parts.append(torch.get_default_dtype())
     if known.globals and known.scope is not scope:
-        if function.__builtins__ is not vars(builtins):  # type: ignore[attr-defined]
+        if cast(Any, function).__builtins__ is not vars(builtins):
             return None
         parts += [_global_key(name, path, scope, into) for name, path in known.globals]
     try:
