@@ -22,7 +22,7 @@ WHERE = {
     "environment.py": "reads them for all others",
     "compat/torch.py": "names them",
     "backends/aten.py": "turns torch's switch for deterministic algorithms on for torch's kernels, and back",
-    "backends/cpu/kernel.py": "the running kernel takes as many threads as torch, and no plan depends on it",
+    "backends/cpu/native_call.py": "the running kernel takes as many threads as torch, and no plan depends on it",
     "nn/linear_ops.py": "chooses the library of a linear layer at each call",
     "padding/model.py": "prices products that a graph compiles once, for the precision that its guards hold",
     "padding/tuning.py": "times products in a precision of its own",

@@ -99,6 +99,27 @@ def test_auxiliary_outputs(backend):
     torch.testing.assert_close(got, want)
 
 
+# SDPA-19
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("asked", ["column_sums", "weights"])
+def test_each_backward_is_of_the_outputs_that_it_was_used_with(backend, asked):
+    """Of calls of one spec, some losses use out alone, some another output too, in any order."""
+    q, k, v = (rand(2, 4, n, 8, seed=n, dtype=torch.float32).requires_grad_() for n in (9, 12, 12))
+    weights = (q @ k.mT / math.sqrt(8)).softmax(-1)
+    wanted = {"out": weights @ v, "lse": (q @ k.mT / math.sqrt(8)).logsumexp(-1), "column_sums": weights.sum(2), "weights": weights}
+    for used in [("out",)] * 2 + [("out", asked)] * 2 + [("lse",), (asked,), ("out",), ("out", "lse"), ("out", "lse", asked), ("out",)]:
+        with use(backend):
+            out, aux = foci.attention(q, k, v, return_aux=foci.AuxRequest(lse=True, **{asked: True}))
+        found = {"out": out, "lse": aux.lse, asked: getattr(aux, asked)}
+        cotangents = [rand(*wanted[name].shape, seed=n, dtype=torch.float32) for n, name in enumerate(used)]
+        got = torch.autograd.grad([found[name] for name in used], (q, k, v), cotangents, allow_unused=True)
+        want = torch.autograd.grad([wanted[name] for name in used], (q, k, v), cotangents, retain_graph=True, allow_unused=True)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(
+                torch.zeros(()).expand(v.shape) if one is None else one, torch.zeros_like(v) if other is None else other
+            )
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sink(backend, dtype):

@@ -7,7 +7,7 @@ import torch
 
 import foci
 from foci.backends.cpu import build
-from foci.backends.cpu.kernel import Arguments, RowTensors
+from foci.backends.cpu.native_call import Addresses, NativeCall, OtherStrides
 from foci.backends.cpu.source import forward_source
 from foci.problem import Formula, Operands, Problem
 from foci.trace_functions import bind
@@ -15,9 +15,10 @@ from foci.trace_functions import bind
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
 ENTRY = """
-extern "C" __attribute__((visibility("default"))) int foci_classes(const foci::Call* given, uint8_t* to) {
+extern "C" __attribute__((visibility("default"))) int foci_classes(const foci::Call* geometry, const foci::Addresses* at, uint8_t* to) {
   using namespace foci;
-  const Classified<Plan> classified(*given);
+  const Call given = bound(geometry, at, 1);
+  const Classified<Plan> classified(given);
   const Call& call = classified.call;
   const int halves = (int)Classified<Plan>::halves(call), panels = (int)Classified<Plan>::panels(call);
   for (int b = 0; b < call.batch; ++b)
@@ -40,11 +41,13 @@ def classes(q_len, kv_len, *, score=None, mask=None, batch=2, heads=4):
     problem = Problem(Formula(bound.variant), torch.float32, 16, 16, heads, heads, batch, 64, 64)
     library = build.load(forward_source(problem) + ENTRY)
     q, k = torch.zeros(batch, heads, q_len, 16), torch.zeros(batch, heads, kv_len, 16)
-    arguments = Arguments(Operands(q, k, k, bound.captures, bound.ints, bound.floats))
+    operands = Operands(q, k, k, bound.captures, bound.ints, bound.floats)
+    call = NativeCall(operands)
     panel = library.foci_panel()
     table = torch.empty(batch, heads, -(-q_len // HALF), -(-kv_len // panel), dtype=torch.uint8)
-    call = arguments.packed((q, None, None, None, None), RowTensors(None))
-    return table, bool(library.foci_classes(call, ctypes.c_void_p(table.data_ptr()))), panel
+    geometry = call.geometry(OtherStrides(q.stride()))
+    addresses = call.addresses(operands.tensors, operands.optional, Addresses(q.data_ptr()))
+    return table, bool(library.foci_classes(geometry, addresses, ctypes.c_void_p(table.data_ptr()))), panel
 
 
 def by_hand(keep, panel):

@@ -68,6 +68,19 @@ def same(actual, sought):
         torch.testing.assert_close(got.float(), want.float(), rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize("asked", ["column_sums", "weights"])
+def test_a_backward_of_out_alone_is_not_that_of_column_sums_or_weights(backend, asked):
+    tensors = inputs()
+    for is_used in (False, False, True, False, True):
+        gradients = []
+        for name in (backend, "reference"):
+            with foci.use(name):
+                out, aux = foci.attention(*tensors, return_aux=foci.AuxRequest(**{asked: True}))
+            loss = out.float().square().sum() + (getattr(aux, asked).float().square().sum() if is_used else 0.0)
+            gradients.append(torch.autograd.grad(loss, tensors))
+        same(*gradients)
+
+
 @pytest.mark.parametrize("wanted", [(True, True, True), (False, False, False), (False, True, True)], ids=["all", "none", "key and value"])
 @pytest.mark.parametrize("name", NAMES)
 def test_known_calls_give_the_numbers_of_the_formula(backend, name, wanted):

@@ -68,18 +68,18 @@ class Gathered(Kernel):
     """A kernel of the paged layout around one of the jagged layout. Gradients of query and captures; pages take none."""
 
     def __init__(self, plan: Plan, inner: Kernel) -> None:
-        self.formula = plan.problem.formula
+        self.problem = plan.problem
         self.inner = inner
 
     def forward(self, operands: Operands, /) -> Results:
         """Attention of the operands."""
-        one, program = gathered(operands, self.formula)[0], operands.program
+        one, program = gathered(operands, self.problem.formula)[0], operands.program
         outputs = None if program is None else self.inner.launch_forward(program, one.tensors, one.optional)
         return paged_results(self.inner.forward(one) if outputs is None else Results(*outputs), operands)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
-        one, _ = gathered(operands, self.formula)
+        one, _ = gathered(operands, self.problem.formula)
         batch, heads, length, _ = operands.query.shape
 
         def packed(t: Tensor | None) -> Tensor | None:
@@ -98,7 +98,9 @@ class Gathered(Kernel):
             grads = self.inner.launch_backward(program, one.tensors, one.optional, Given(out, lse, dout, dlse))
         if grads is None:
             gradients = self.inner.backward(one, Results(out, lse), Cotangents(dout, dlse, columns))
-        else:  # of the query alone: gradients of captured tensors are no launches alone
-            gradients = Gradients(grads[0], None, None, (None,) * len(operands.captures))
+        else:
+            rest = iter(grads)
+            query, *captures = (next(rest) if on else None for on in (self.problem.query_grad, *self.problem.capture_grads))
+            gradients = Gradients(query, None, None, tuple(captures))
         query = None if gradients.query is None else gradients.query.view(heads, batch, length, -1).transpose(0, 1).contiguous()
         return Gradients(query, None, None, gradients.captures)

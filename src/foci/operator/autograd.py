@@ -178,7 +178,9 @@ def backward_now(
         is_batched = is_batched or (grad is not None and is_legacy_batched(grad))
         resolved.append(None if grad is None else grad.resolve_neg())
     grads = resolved + [None] * (5 - len(resolved))
-    if outline.program is not None and grads[0] is not None and not is_batched and not is_recorded:
+    # launches that are kept know nothing of gradients of column sums and weights
+    may_repeat = not is_batched and not is_recorded and grads[3] is None and grads[4] is None
+    if may_repeat and outline.program is not None and grads[0] is not None:
         gradients = _known_gradients(outline, outline.program, tensors, optional, Given(out, lse, grads[0], grads[1]))
         if gradients is not None:
             if cache_check.ENABLED:

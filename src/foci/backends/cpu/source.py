@@ -70,6 +70,8 @@ def forward_source(problem: Problem) -> str:
     return _forward_source(replace(problem, **_ANY_SIZE, **_NO_GRADIENT))
 
 
+_EXPORTED: Final = 'extern "C" __attribute__((visibility("default")))'
+_PARAMETERS: Final = "const foci::Call* call, const foci::Addresses* at, int threads"
 # kernels do not depend on these: one source for all values
 _ANY_SIZE: Final[dict[str, Any]] = {"q_heads": 1, "kv_heads": 1, "batch": 1, "q_len": 1, "kv_len": 1, "deterministic": False}
 _NO_GRADIENT: Final[dict[str, Any]] = {"query_grad": False, "key_grad": False, "value_grad": False, "capture_grads": ()}
@@ -140,7 +142,7 @@ def _unit(headers: str, members: list[str], entries: dict[str, str]) -> str:
         "}  // namespace",
         "",
         *(
-            f'extern "C" __attribute__((visibility("default"))) int {name}(const foci::Call* call) {{ return {function}(*call); }}'
+            f"{_EXPORTED} int {name}({_PARAMETERS}) {{ return {function}(bound(call, at, threads)); }}"
             for name, function in entries.items()
         ),
         "",

@@ -11,7 +11,7 @@ struct Tensor {
   template <class T> FOCI_INLINE T* at(int64_t b, int64_t h, int64_t r) const { return (T*)data + b * batch + h * head + r * row; }
 };
 
-// Every field has 8 bytes; the launcher packs them in this order.
+// Every field has 8 bytes; the launcher packs them in this order, without addresses, and `ints` and `floats` behind them.
 struct Call {
   Tensor query, key, value, out;
   Tensor grad_out, grad_query, grad_key, grad_value;
@@ -29,9 +29,36 @@ struct Call {
   int64_t threshold, drop_all, threads;
   int64_t splits;             // parts of the keys in the backward
   int64_t batch_parts, head_parts, split_parts;  // how the backward's tasks are partitioned (see Partition)
+  int64_t capture_numbers, int_numbers;          // how many int64 `captures` and `ints` point at
   const uint8_t* classes;     // null, or the mask's classes, which Classified finds; then how far heads and batch entries are apart
   int64_t classes_head, classes_batch;
 };
+
+// The addresses of a call, in the order in which the launcher packs them; behind them what `captures` and `gradients` point at.
+struct Addresses {
+  void *query, *key, *value, *out, *grad_out, *grad_query, *grad_key, *grad_value;
+  float *lse, *row_max, *column_sums;
+  const float *grad_lse, *grad_column_sums;
+  const int64_t *cu_q, *cu_kv, *q_lengths, *kv_lengths, *seed;
+};
+
+// The call at these addresses.
+FOCI_INLINE Call bound(const Call* geometry, const Addresses* at, int threads) {
+  Call call = *geometry;
+  call.query.data = at->query, call.key.data = at->key, call.value.data = at->value, call.out.data = at->out;
+  call.grad_out.data = at->grad_out, call.grad_query.data = at->grad_query, call.grad_key.data = at->grad_key;
+  call.grad_value.data = at->grad_value;
+  call.lse = at->lse, call.row_max = at->row_max, call.column_sums = at->column_sums;
+  call.grad_lse = at->grad_lse, call.grad_column_sums = at->grad_column_sums;
+  call.cu_q = at->cu_q, call.cu_kv = at->cu_kv, call.q_lengths = at->q_lengths, call.kv_lengths = at->kv_lengths;
+  call.seed = at->seed;
+  call.captures = (const int64_t*)(at + 1);
+  call.gradients = call.captures + call.capture_numbers;
+  call.ints = (const int64_t*)(geometry + 1);
+  call.floats = (const double*)(call.ints + call.int_numbers);
+  call.threads = threads;
+  return call;
+}
 
 // One entry or sequence of the batch.
 struct Sequence {
