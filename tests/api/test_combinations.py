@@ -70,7 +70,13 @@ class Drawn:
     apart: bool
     backend: str
     needs_grad: frozenset[str]
-    again: bool
+    used: tuple[frozenset[str], ...]  # for each turn, outputs that the loss is made of
+
+
+def uses(names):
+    """Sets of outputs, most of them with the first."""
+    some = st.frozensets(st.sampled_from(names), min_size=1)
+    return st.one_of(st.just(frozenset(names[:1])), some.map(lambda used: used | {names[0]}), some)
 
 
 @st.composite
@@ -100,7 +106,7 @@ def drawn(draw):
         apart=draw(st.booleans()),
         backend=draw(st.sampled_from(["blocked", "reference", "cpu"])),
         needs_grad=frozenset(draw(st.sets(st.sampled_from(["query", "key", "value", "captured", "sink"]), min_size=1))),
-        again=draw(st.booleans()),
+        used=tuple(draw(st.lists(uses(["out", *sorted(aux)]), min_size=1, max_size=4))),
     )
 
 
@@ -190,13 +196,16 @@ def paged(dense, length, page=8):
     return pool, table
 
 
-def gradients(results, leaves, wanted):
-    """Of a weighted sum of all that is differentiable; -inf counts as nothing. Weights that every dtype holds arrive as gradients unrounded."""
-    generator, total = torch.Generator().manual_seed(7), 0.0
+def gradients(results, leaves, wanted, used):
+    """Of a weighted sum of what is used and differentiable; -inf counts as nothing. Weights that every dtype holds arrive as gradients
+    unrounded."""
+    generator, total = torch.Generator().manual_seed(7), torch.zeros(())
     for name in sorted(results):
         weights = torch.randn(wanted[name].shape, generator=generator).bfloat16().double()
-        if name != "row_max":
+        if name != "row_max" and name in used:
             total = total + (torch.where(wanted[name].isfinite(), results[name].double(), 0.0) * weights).sum()
+    if not total.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
     return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
 
 
@@ -242,16 +251,16 @@ def test_combined_features_are_the_formula(case):
         return leaves, score, None if sink is None else leaves[-1]
 
     ours, exact = functions(lambda t: t), functions(torch.Tensor.double)
-    for turn in range(1 + case.again):
+    for turn, used in enumerate(case.used):
         if turn:  # the same tensors and functions, of other values
             with torch.no_grad():
                 for mine, wide_one in zip(ours[0], exact[0], strict=True):
                     wide_one.copy_(mine.copy_(mine.flip(0) * 0.75))
-        agrees(case, labels, ours, exact)
+        agrees(case, labels, ours, exact, used)
 
 
-def agrees(case, labels, ours, exact):
-    """Whether a call finds what the formula does, gradients included."""
+def agrees(case, labels, ours, exact, used):
+    """Whether a call finds what the formula does, gradients of the outputs `used` included."""
 
     def found_by(function, leaves, score, sink):
         given_tensors = [t[..., None].expand(*t.shape, 2)[..., 0] for t in leaves[:3]] if case.apart else leaves[:3]
@@ -269,9 +278,9 @@ def agrees(case, labels, ours, exact):
         named = [(name, mine, wide) for name, mine, wide in zip(labels, ours[0], exact[0], strict=True) if mine.requires_grad]
         if case.layout == "paged":  # pages take no gradient
             named = [row for row in named if row[0] not in ("key", "value")]
-        if not named:
+        if not named or used == {"row_max"}:
             return
-        grads = gradients(results, [mine for _, mine, _ in named], wanted)
+        grads = gradients(results, [mine for _, mine, _ in named], wanted, used)
         queries = case.groups * max(q_len for q_len, _ in case.lengths)  # that attend to a key
-        for (name, _, _), grad, other in zip(named, grads, gradients(wanted, [wide for *_, wide in named], wanted), strict=True):
+        for (name, _, _), grad, other in zip(named, grads, gradients(wanted, [wide for *_, wide in named], wanted, used), strict=True):
             close(f"gradient of {name}", grad, other, case.dtype, queries if name == "key" else TERMS)

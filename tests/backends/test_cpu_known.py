@@ -6,11 +6,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from cpu_calls import CPU, problem
 
 import foci
 from foci import call_cache, masks, scores
+from foci.backends.contract import Given, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.kernel import CpuKernel
+from foci.problem import Cotangents, Formula, Operands, OptionalTensors, Problem, Program
+from foci.trace_functions import bind
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
@@ -204,7 +208,7 @@ def test_gradients_are_for_tensors_that_lie_as_they_did(known):
         assert all(map(torch.equal, expected, found))
 
 
-def test_a_known_call_keeps_no_tensor_alive(known):
+def test_a_packed_call_keeps_no_tensor_alive(known):
     for _ in range(3):
         q, k, v = (t.requires_grad_() for t in make_inputs("packed"))
         slopes, offsets = SLOPES.clone(), OFFSETS.long()
@@ -213,3 +217,33 @@ def test_a_known_call_keeps_no_tensor_alive(known):
         refs = [weakref.ref(t) for t in (q, k, v, slopes, offsets, out, q.grad)]
         del q, k, v, slopes, offsets, out
         assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_program_keeps_no_tensor_alive(joined):
+    q, k, v, out, cotangent = (torch.randn(2, 64, HEADS, DIM).transpose(1, 2) for _ in range(5))
+    program, kernel = Program(joined=joined), CpuKernel(Plan("cpu", problem(query_grad=True, key_grad=True, value_grad=True), CPU))
+    operands = Operands(q, k, v, program=program)
+    results = kernel.forward(operands)
+    gradients = kernel.backward(operands, results, Cotangents(cotangent))
+    again = kernel.launch_backward(program, (q, k, v), OptionalTensors(), Given(results.out, results.lse, cotangent))
+    assert [t.stride() for t in again] == [t.stride() for t in (gradients.query, gradients.key, gradients.value)]
+    assert joined == (gradients.query.untyped_storage().data_ptr() == gradients.key.untyped_storage().data_ptr())
+    assert kernel.launch_forward(program, (q, k, v), OptionalTensors()) is not None
+    refs = [weakref.ref(t) for t in (q, k, v, out, cotangent, results.out, results.lse, gradients.query, again[0])]
+    del q, k, v, out, cotangent, operands, results, gradients, again
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_sums_of_gradients_lie_on_the_cpu_whatever_the_default_device():
+    """As in compiled code, which runs inside `torch.device`."""
+    bias = torch.randn(HEADS, LENGTH, LENGTH)
+    bound = bind(lambda s, b, h, i, j: s + bias[h, i, j], None, torch.device("cpu"))
+    asked = Problem(Formula(bound.variant), torch.float32, DIM, DIM, HEADS, HEADS, 2, 64, 64, capture_grads=(True,))
+    kernel, operands = CpuKernel(Plan("cpu", asked, CPU)), Operands(*make_inputs("plain"), captures=bound.captures)
+    gradients = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            results = kernel.forward(operands)
+            gradients += kernel.backward(operands, results, Cotangents(results.out)).captures
+    assert torch.equal(*gradients)

@@ -155,7 +155,7 @@ class CaptureSums:
 
     def make(self) -> dict[int, Tensor]:
         """Return zeros to sum in, by slot."""
-        return {slot: torch.zeros(shape, dtype=torch.float32) for slot, shape in self._shapes.items()}
+        return {slot: torch.zeros(shape, dtype=torch.float32, device="cpu") for slot, shape in self._shapes.items()}
 
     def entries(self, sums: dict[int, Tensor]) -> list[int]:
         """For each site, the address that it adds to, and the strides of the copies of batch entries, heads and splits."""
@@ -192,23 +192,22 @@ def _gradients(operands: Operands, wanted: tuple[bool, bool, bool]) -> tuple[lis
     Each has heads within rows, or rows within heads, as its tensor; a joined call gets parts of the rows of one tensor. Those of a packed
     call are [T, H, D].
     """
-    query, program = operands.query, operands.program
-    tensors = (query, operands.key, operands.value)
+    tensors, program, dtype = operands.tensors[:3], operands.program, operands.query.dtype
     if program is not None and program.joined and all(wanted):
-        b, _, s, _ = query.shape
+        b, _, s, _ = operands.query.shape
         widths = [t.shape[1] * t.shape[3] for t in tensors]
         total = sum(widths)
         parts: list[Layout] = [((*t.shape,), (s * total, t.shape[3], total, 1)) for t in tensors]
         starts = [0, widths[0], widths[0] + widths[1]]
 
         def make_joined() -> list[Tensor | None]:
-            rows = _allocate((b, s, total), (s * total, total, 1), query.dtype)
+            rows = _allocate((b, s, total), (s * total, total, 1), dtype)
             return [rows.as_strided(*part, start) for part, start in zip(parts, starts, strict=True)]
 
         return parts, make_joined
     layouts: list[Layout] = [((*t.shape,), gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2))) for t in tensors]
     of_program = [_packed(each) for each in layouts] if program is not None and program.packed else layouts
-    makers = [functools.partial(_allocate, *each, query.dtype) if on else None for each, on in zip(of_program, wanted, strict=True)]
+    makers = [functools.partial(_allocate, *each, dtype) if on else None for each, on in zip(of_program, wanted, strict=True)]
     return layouts, lambda: [None if make is None else make() for make in makers]
 
 
