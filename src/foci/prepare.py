@@ -147,7 +147,7 @@ def prepare(
     if extras.blocks is not None:
         _check_blocks(extras.blocks, extras.block_size, query, key)
     _check_numbers(bound, query)
-    formula = _formula(bound.variant, _layout(extras), extras.outputs, bound.block_size, dropout=dropout_p > 0)
+    formula = _formula(bound.variant, _layout(extras), extras.outputs, bound.block_size, dropout=bool(dropout_p > 0))
     captures = tuple(t.resolve_neg() for t in bound.captures)
     operands = Operands(
         query, key, value, captures, bound.ints, bound.floats, _checked_scale(extras.scale, query), dropout_p,

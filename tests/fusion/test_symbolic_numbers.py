@@ -161,6 +161,25 @@ def of_both():
     return [(x, n, c) for n, c in zip(INTS, FLOATS, strict=True)]
 
 
+# SDPA-08
+@pytest.mark.parametrize("call", [foci.attention, foci.scaled_dot_product_attention])
+def test_of_dropout(call):
+    """Zero and more than zero are two graphs."""
+    q, k, v = (tokens() for _ in range(3))
+
+    def function(p):
+        return call(q, k, v, dropout_p=p)
+
+    compiled = torch.compile(function, backend="aot_eager")  # draws what eager calls draw
+    for p in (0.3, 0.5, 0.0, 0.1, 0.9, 1.0):
+        found = []
+        for each in (compiled, function):
+            torch.manual_seed(0)
+            out = each(p)
+            found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        torch.testing.assert_close(*found)
+
+
 # SDPA-21, FLEX-09
 @needs_compiler
 @pytest.mark.parametrize("dynamic", [None, True])
