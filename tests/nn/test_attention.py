@@ -40,6 +40,24 @@ def test_constructor_options(options, batch_first):
     same(theirs, ours, inputs, key_padding_mask=padding(S, "float"), attn_mask=explicit((L, S), "float"), need_weights=False)
 
 
+# MOD-02
+@pytest.mark.parametrize("options", OPTIONS[4:], ids=str)
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_masks_over_no_keys_but_the_modules_own(options, need_weights):
+    theirs, ours = pair(batch_first=True, **options)
+    query, key, value = (rand(B, n, width).requires_grad_() for n, width in ((L, E), (0, options.get("kdim", E)), (0, E)))
+    inputs = (query, key, value) if "kdim" in options else (query, key, key)
+    for dtype in (torch.bool, query.dtype):
+        for masks in (
+            {"attn_mask": (L, 0)},
+            {"attn_mask": (B * H, L, 0)},
+            {"key_padding_mask": (B, 0)},
+            {"key_padding_mask": (B, 0), "attn_mask": (L, 0)},
+        ):
+            options = {name: torch.zeros(shape, dtype=dtype) for name, shape in masks.items()}
+            same(theirs, ours, inputs, need_weights=need_weights, **options)
+
+
 MASKS = [
     {"attn_mask": kind, "rank": rank, "padding": pad}
     for kind, rank, pad in itertools.product((None, "bool", "float"), (2, 3), (None, "bool", "float"))

@@ -300,14 +300,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             place = masking.cached_place(stored)
             functions = masking.placed(functions.and_(masking.CAUSAL), place, masking.itself)
             padding = None
+        own = k.shape[2]  # where there are none, masks have nothing to say, and nothing to read
         if padding is not None:
-            masking.check_padding_shape(padding, k.shape[0], k.shape[2])
-            functions = functions.and_(masking.key_padding(padding))
+            masking.check_padding_shape(padding, k.shape[0], own)
+            functions = functions.and_(masking.key_padding(padding)) if own else functions
         if attn_mask is not None and is_causal:
             functions = functions.and_(masking.CAUSAL)
         elif attn_mask is not None:
-            lengths = (q.shape[2], k.shape[2])
-            functions = functions.and_(masking.matrix(masking.explicit(attn_mask, lengths, batch=q.shape[0], heads=self.num_heads)))
+            matrix = masking.explicit(attn_mask, (q.shape[2], own), batch=q.shape[0], heads=self.num_heads)
+            functions = functions.and_(masking.matrix(matrix)) if own else functions
         if extra is not None:
             count = extra[0].shape[0]
             more = (e.to(k.dtype).transpose(0, 1).expand(k.shape[0], -1, -1, -1) for e in extra)
