@@ -356,6 +356,30 @@ def test_a_name_taken_while_it_was_focis_becomes_torchs_each_time():
         del sys.modules[module.__name__]
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_name_that_moves_to_another_module_is_found(inside):
+    """As many references as before."""
+    one, other = named("a_module_that_gives"), named("a_module_that_takes")
+    one.attend = Torch.attend
+
+    def move():
+        other.attend = vars(one).pop("attend")
+
+    try:
+        with foci.patch():
+            assert one.attend is not Torch.attend
+            if inside:
+                move()
+        if not inside:
+            move()
+        assert other.attend is Torch.attend
+        with foci.patch():
+            assert other.attend is not Torch.attend
+        assert other.attend is Torch.attend
+    finally:
+        del sys.modules[one.__name__], sys.modules[other.__name__]
+
+
 # ECO-01
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch.jit.script is not for Python 3.14")

@@ -10,7 +10,8 @@ scaled_dot_product_attention` does, refers to foci's. It costs nothing per call,
 follows and guards.
 
 A pass over all loaded modules takes 15 to 40 ms. So the places found are kept, and the pass is made again only when a module was
-imported or the number of references to one of torch's functions has changed: whoever gives one a new name adds a reference.
+imported, a place holds something else, or the number of references to one of torch's functions has changed: whoever gives one a new name
+adds a reference.
 `__main__` is small and searched each time.
 """
 
@@ -140,6 +141,9 @@ _ROUTES: Final[tuple[tuple[str, str, Function], ...]] = (
 _UNTOUCHED: Final = ("foci.", "torch._C", "torch._dynamo", "torch._inductor", "torch.overrides")
 """foci's own functions, and where torch finds its operators by name or identity."""
 
+_OLD: Final = 2
+_NEW: Final = 3
+"""Fields of `_Place`."""
 _lock = threading.RLock()
 _starts = 0
 
@@ -256,6 +260,11 @@ def _snapshot(objects: list[Any]) -> list[int]:
     return [len(sys.modules), *[sys.getrefcount(o) for o in objects]]
 
 
+def _is_unchanged(objects: list[Any], snapshot: list[int], *, field: int) -> bool:
+    """Whether there are as many references as in the snapshot, and each place holds its `field`: a name may have moved elsewhere."""
+    return _snapshot(objects) == snapshot and all(place.names.get(place.name) is place[field] for place in _search.places)
+
+
 def _find_places(modules: Iterable[dict[str, Any]], routes: dict[int, Function]) -> list[_Place]:
     """Where these modules have functions of torch, by their ids in `routes`."""
     places = []
@@ -271,16 +280,16 @@ def _find_places(modules: Iterable[dict[str, Any]], routes: dict[int, Function])
 
 
 def _replace() -> None:
-    is_known = _search.torchs != [] and _snapshot(_search.torchs) == _search.torchs_snapshot
+    is_known = _search.torchs != [] and _is_unchanged(_search.torchs, _search.torchs_snapshot, field=_OLD)
     _search_for_torchs(only_main=is_known)
-    _put(old=2, new=3)
+    _put(old=_OLD, new=_NEW)
     _search.focis_snapshot = _snapshot(_FOCIS)
 
 
 def _restore() -> None:
-    if _snapshot(_FOCIS) != _search.focis_snapshot:
+    if not _is_unchanged(_FOCIS, _search.focis_snapshot, field=_NEW):
         _search_for_focis()
-    _put(old=3, new=2)
+    _put(old=_NEW, new=_OLD)
     _search.torchs_snapshot = _snapshot(_search.torchs)
 
 
