@@ -211,7 +211,7 @@ def choose_kernel(formula: Formula, operands: Operands, needs: Needs, environmen
 def run_forward(call: Chosen, operands: Operands) -> Results:
     """Attention of the operands."""
     if operands.cu_q is not None and operands.cu_q.device.type == "cpu":  # elsewhere one would have to wait for them
-        check_spans(operands)
+        check_spans(operands, warns=True)
     if operands.page_table is not None and operands.page_table.device.type == "cpu":
         check_pages(operands)
         if operands.captures and operands.kv_lengths is not None and operands.kv_lengths.numel():
@@ -240,6 +240,8 @@ def _forward(decision: Decision, kernel: Kernel, operands: Operands) -> Results:
 
 def run_backward(call: Chosen, operands: Operands, results: Results, cotangents: Cotangents) -> Gradients:
     """Gradients of the operands that the call needs."""
+    if operands.cu_q is not None and operands.cu_q.device.type == "cpu":  # numpy may have changed them since the forward
+        check_spans(operands, warns=False)
     if not is_empty(operands):
         return _backward(call.decision, call.kernel, operands, results, cotangents)
     if observers():

@@ -145,7 +145,7 @@ def test_offsets_that_numpy_changed_are_other_sequences(known):
     shared = np.array([0, 20, LENGTH], dtype=np.int32)
     offsets = torch.from_numpy(shared)
     q, k, v = make_inputs("packed")
-    for end in (20, 17, 20, 26):
+    for end in (20, 17, 17, 26):
         shared[1] = end
         out = varlen(q, k, v, offsets)
         for part in (slice(0, end), slice(end, LENGTH)):
@@ -158,16 +158,60 @@ def test_offsets_that_numpy_changed_are_other_sequences(known):
         varlen(q, k, v, offsets)
 
 
-def test_tokens_of_no_sequence_are_zeros_and_said_each_time(known):
-    offsets = torch.tensor([0, 20, LENGTH - 3])
+def test_offsets_that_numpy_changed_before_a_backward_are_checked(known):
+    shared = np.array([0, 20, LENGTH])
+    offsets = torch.from_numpy(shared)
+    leaves = [t.requires_grad_() for t in make_inputs("packed")]
+    outs = [varlen(*leaves, offsets) for _ in range(2)]
+    outs[0].sum().backward()
+    shared[1:] = 1 << 40
+    with pytest.raises(ValueError, match="cu_seq_q"):
+        outs[1].sum().backward()
+
+
+@pytest.mark.parametrize("early", [(LENGTH - 3, LENGTH), (LENGTH, LENGTH - 3), (LENGTH - 3, LENGTH - 3)])
+def test_tokens_of_no_sequence_are_zeros_and_said_each_time(known, early):
+    q_offsets, kv_offsets = (torch.tensor([0, 20, end]) for end in early)
     inputs = make_inputs("packed")
     for _ in range(3):
         leaves = [t.clone().requires_grad_() for t in inputs]
         with pytest.warns(UserWarning, match="before the last"):
-            out = varlen(*leaves, offsets)
+            out = foci.varlen_attn(*leaves, q_offsets, kv_offsets, 26, 26)
         gradients = torch.autograd.grad(out.sum(), leaves)
-        assert all(torch.equal(t[-3:], torch.zeros(3, HEADS, DIM)) for t in (out, *gradients))
-    assert not any(is_known for _, is_known in known)
+        for tensor, end in zip((out, *gradients), (early[0], early[0], early[1], early[1]), strict=True):
+            assert torch.equal(tensor[end:], torch.zeros(LENGTH - end, HEADS, DIM))
+            assert tensor[:end].abs().sum() > 0
+
+
+def test_no_sequence_at_all(known):
+    leaves = [t.requires_grad_() for t in make_inputs("packed")]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="before the last"):
+            out = varlen(*leaves, torch.tensor([0]))
+        for tensor in (out, *torch.autograd.grad(out.sum(), leaves)):
+            assert not tensor.any()
+
+
+def test_sequences_that_do_not_fill_their_span_and_a_gradient_of_lse_are_known(known):
+    used = torch.tensor([4, 0, 20, 9], dtype=torch.int32)
+    for is_known in (False, True):
+        leaves = [t.requires_grad_() for t in make_inputs("packed")]
+        known.clear()
+        out, lse = varlen(*leaves, seqused_k=used, return_aux=LSE)
+        gradients = torch.autograd.grad((out.sum(), lse[:, 5:].sum()), leaves)
+        assert known == [("launch_forward", is_known), ("launch_backward", is_known)]
+        assert not gradients[1][4:5].any()
+        assert gradients[1][:4].any()
+
+
+def test_sequences_of_the_last_call_alone_are_kept(known):
+    """Of each program: offsets that differ at each step of a training take no more memory."""
+    spans = [torch.tensor([0, end, LENGTH]) for end in range(17, 27)]
+    for offsets in spans:
+        leaves = [t.requires_grad_() for t in make_inputs("packed")]
+        varlen(*leaves, offsets).sum().backward()
+    (program,) = (call.outline.program for call in call_cache._calls.values())
+    assert len(program.launches) == 2
 
 
 def test_other_values_and_threads_are_the_same_call(known):
@@ -206,6 +250,37 @@ def test_gradients_are_for_tensors_that_lie_as_they_did(known):
         found, last = gradients(hooks, given)
         assert last == ("launch_backward", is_known)
         assert all(map(torch.equal, expected, found))
+
+
+def test_gradients_with_a_block_mask_that_lies_otherwise(known):
+    """It is saved as query, key and value are."""
+    inputs, cotangent = make_inputs("BlockMask"), torch.randn(2, HEADS, LENGTH, DIM)
+    turned = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dtype == torch.int8 else t)
+    found = []
+    for hooks in (contextlib.nullcontext(), turned, contextlib.nullcontext(), turned):
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        with hooks:
+            out = DENSE["BlockMask"](*leaves)
+        found.append(torch.autograd.grad(out, leaves, cotangent))
+    assert all(map(torch.equal, found[0] * 3, [t for each in found[1:] for t in each]))
+
+
+def test_gradients_of_a_batch_of_cotangents_outside_of_which_the_graph_was_made(known):
+    leaves, cotangents = [t.requires_grad_() for t in make_inputs("plain")], torch.randn(3, 2, HEADS, LENGTH, DIM)
+    for _ in range(2):
+        out = foci.attention(*leaves)
+        batch = torch.func.vmap(lambda c, out=out: torch.autograd.grad(out, leaves, c, retain_graph=True))(cotangents)
+        for n, cotangent in enumerate(cotangents):
+            for one, other in zip(batch, torch.autograd.grad(out, leaves, cotangent, retain_graph=True), strict=True):
+                torch.testing.assert_close(one[n], other)
+
+
+def test_gradients_of_captured_tensors_hold_no_more_memory_than_their_own():
+    q, k, v = torch.randn(3, 8, 2, 1024, 16)
+    bias = torch.zeros(1024, 1024, requires_grad=True)
+    with foci.use("cpu"):
+        foci.attention(q, k, v, score=lambda s, b, h, i, j: s + bias[i, j]).sum().backward()
+    assert bias.grad.untyped_storage().nbytes() == bias.nbytes
 
 
 def test_a_packed_call_keeps_no_tensor_alive(known):

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import foci
 from compiled import resize, several
 from foci.integrations.model_mask import ModelMask
-from foci.integrations.transformers import attention_forward, attention_mask, register
+from foci.integrations.transformers import _REFUSED, attention_forward, attention_mask, register
 from summed_terms import record_bias_terms
 
 LLAMA = CASES[0]
@@ -248,6 +251,56 @@ def test_sparse_attention_is_refused():
     query = torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match="does not take indices, which selects keys"):
         attention_forward(torch.nn.Module(), query, query, query, None, indices=torch.zeros(1))
+
+
+@pytest.mark.parametrize("output_attentions", [None, True])
+def test_a_sink_for_each_query(output_attentions):
+    torch.manual_seed(0)
+    shapes = ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (2, 4, 6, 1))
+    ours = [torch.randn(shape).requires_grad_() for shape in shapes]
+    exact_ones = [t.detach().double().requires_grad_() for t in ours]
+    keep = torch.ones(6, 6, dtype=torch.bool).tril()
+    keep[2] = False
+    query, key, value, sinks = ours
+    out, weights = attention_forward(
+        torch.nn.Module(), query, key, value, keep[None, None], sinks=sinks, output_attentions=output_attentions
+    )
+    query, key, value, sinks = exact_ones
+    scores = (query @ key.repeat_interleave(2, 1).mT / 8**0.5).masked_fill(~keep, -torch.inf)
+    expected = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    expected_out = (expected @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
+    assert (weights is None) == (output_attentions is None)
+    if weights is not None:
+        torch.testing.assert_close(weights.double(), expected, atol=1e-5, rtol=1e-5)
+    cotangent = torch.randn(out.shape)
+    gradients = torch.autograd.grad(out, ours, cotangent)
+    for one, other in zip(gradients, torch.autograd.grad(expected_out, exact_ones, cotangent.double()), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 9), (6, 4), (5, 6)])
+def test_a_mask_of_other_queries_or_keys_is_refused(queries, keys):
+    """A model may put keys of its own behind those that the mask was made for."""
+    query = torch.randn(1, 2, 6, 8)
+    mask = ModelMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, (1, 1, queries, keys), query.device)
+    with pytest.raises(ValueError, match=f"6 queries and 6 keys; got one of {queries} and {keys}"):
+        attention_forward(torch.nn.Module(), query, query, query, mask)
+
+
+def test_foci_knows_every_argument_that_models_hand_over():
+    """Of the installed release: what has an effect is computed or refused, whatever a new model brings."""
+    without_effect = {"deterministic", "position_ids", "max_length_q", "max_length_k"}
+    read = {"sliding_window", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k"}
+    known = {*inspect.signature(attention_forward).parameters, *_REFUSED, *without_effect, *read} - {"kwargs"}
+    found = {}
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        for _, call in re.findall(
+            r"^( *)[^\n]*attention_interface\(\n(.*?)^\1\)", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            found |= dict.fromkeys(re.findall(r"^ +(\w+)=", call, re.MULTILINE), path.name)
+    assert {"scaling", "dropout", "softcap"} <= set(found)
+    assert {name: model for name, model in found.items() if name not in known} == {}
 
 
 def test_registration_can_be_repeated_and_importing_foci_does_not_import_transformers():

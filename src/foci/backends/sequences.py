@@ -65,9 +65,9 @@ def shapeless_weights(formula: Formula) -> str | None:
     return None
 
 
-def check_spans(operands: Operands) -> None:
+def check_spans(operands: Operands, *, warns: bool) -> None:
     """Checks that every sequence of a jagged call lies within the tokens, ends before the next, and is no longer than the caller says.
-    Warns where the last one ends before the last token. Reads the offsets on the host.
+    Warns, if it is to, where the last one ends before the last token. Reads the offsets on the host.
 
     Raises:
         ValueError: if one does not.
@@ -87,7 +87,7 @@ def check_spans(operands: Operands) -> None:
                     f"max_{name[0]} must be the length of the longest sequence of {name}; got {longest}, one has {stop - start}"
                 )
         end = int(offsets[-1])
-        if end < tokens.shape[2] and not (name == "key" and offsets is o.cu_q):  # said once
+        if warns and end < tokens.shape[2] and not (name == "key" and offsets is o.cu_q):  # said once
             warnings.warn(
                 f"cu_seq_{name[0]} ends at {end}, before the last of the {tokens.shape[2]} tokens of {name}: the tokens from {end} on are "
                 f"in no sequence; should cu_seq_{name[0]}[-1] be {tokens.shape[2]}?",

@@ -106,6 +106,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers' models call it.
@@ -118,7 +119,7 @@ def attention_forward(
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Skv, D]; not repeated for grouped heads.
         value: [B, Hkv, Skv, Dv].
-        attention_mask: a `ModelMask`, a bool tensor (true attends) or a floating one (added), which broadcast to
+        attention_mask: a `ModelMask` of these queries and keys; a bool tensor (true attends) or a floating one (added), which broadcast to
             [B, Hq, Sq, Skv] and may have more keys than there are; or None.
         scaling: 1 / sqrt(D) by default.
         dropout: probability of dropping a weight.
@@ -126,6 +127,7 @@ def attention_forward(
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         s_aux: [Hq], attention sinks (gpt-oss).
         position_bias: [B or 1, Hq, Sq, Skv], added to the scores (T5).
+        sinks: [B, Hq, Sq, 1], a sink for each query (Inkling 2).
         kwargs: what models pass besides; `output_attentions` asks for the weights; `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1],
             where packed documents begin and end, keep them apart; others have no effect.
 
@@ -134,13 +136,13 @@ def attention_forward(
 
     Raises:
         TypeError: for a mask of another dtype.
-        ValueError: for arguments of sparse or paged attention, and for packed documents in more than one row or of queries and keys
-            that differ.
+        ValueError: for arguments of sparse or paged attention, for a mask of other queries or keys than there are, and for packed
+            documents in more than one row or of queries and keys that differ.
     """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not take {name}, which {what}: choose another one for this model")
-    mask, bias = _mask_and_bias(attention_mask, key)
+    mask, bias = _mask_and_bias(attention_mask, query, key)
     if mask is None and bias is None and query.size(2) > 1 and _is_causal(module, is_causal):
         mask = _causal(key.size(2) - query.size(2), kwargs.get("sliding_window"))
     documents = _documents(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), query, key)
@@ -159,11 +161,15 @@ def attention_forward(
         sink=s_aux,
         scale=scaling,
         dropout_p=dropout,
-        return_aux=AuxRequest(weights=True) if wants_weights else None,
+        return_aux=AuxRequest(lse=sinks is not None, weights=wants_weights) if wants_weights or sinks is not None else None,
     )
-    if isinstance(result, tuple):
-        return result[0].transpose(1, 2).contiguous(), result[1].weights
-    return result.transpose(1, 2).contiguous(), None
+    if not isinstance(result, tuple):
+        return result.transpose(1, 2).contiguous(), None
+    out, weights = result[0], result[1].weights
+    if sinks is not None and result[1].lse is not None:
+        kept = torch.sigmoid(result[1].lse[..., None] - sinks)  # of a row's weights, what the sink leaves
+        out, weights = (out * kept).to(out.dtype), None if weights is None else (weights * kept).to(weights.dtype)
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def _documents(offsets: Any, kv_offsets: Any, query: Tensor, key: Tensor) -> Mask | None:
@@ -196,9 +202,17 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _mask_and_bias(mask: Any, key: Tensor) -> tuple[Any, Tensor | None]:
-    if mask is None or isinstance(mask, ModelMask):
-        return None if mask is None or mask.everywhere else mask, None
+def _mask_and_bias(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor | None]:
+    if mask is None or (isinstance(mask, ModelMask) and mask.everywhere):
+        return None, None
+    if isinstance(mask, ModelMask):
+        queries, keys = mask.lengths[2:]
+        if queries != query.shape[2] or keys != key.shape[2]:
+            raise ValueError(
+                f"attention_mask must be of {query.shape[2]} queries and {key.shape[2]} keys; got one of {queries} and {keys}. If "
+                f'the model added keys of its own, load it with attn_implementation="eager"'
+            )
+        return mask, None
     if not isinstance(mask, Tensor):
         return mask, None
     mask = _first_keys(mask, key)

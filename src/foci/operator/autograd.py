@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foci import cache_check
 from foci.backends.contract import BackwardOfRows, ForwardOfRows, Given
-from foci.compat.torch import is_legacy_batched
+from foci.compat.torch import is_legacy_batched, is_transformed
 from foci.execution import Chosen, launch_backward, launch_forward, run_backward, run_forward
 from foci.operator.op_schema import call_backward, formula_kernel, name_cotangents, name_gradients
 from foci.problem import Formula, Gradients, Operands, OptionalTensors, Program, Results
@@ -176,6 +176,7 @@ def backward_now(
     resolved: list[Tensor | None] = []
     for grad in grads:
         is_batched = is_batched or (grad is not None and is_legacy_batched(grad))
+        is_recorded = is_recorded or (grad is not None and is_transformed(grad))
         resolved.append(None if grad is None else grad.resolve_neg())
     grads = resolved + [None] * (5 - len(resolved))
     # launches that are kept know nothing of gradients of column sums and weights

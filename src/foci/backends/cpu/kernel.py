@@ -1,8 +1,8 @@
-"""A plan made runnable on the CPU: passes of native code, each made once for the calls of a program that have the same sequences."""
+"""A plan made runnable on the CPU: passes of native code, which the calls of a program share."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import ctypes
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from foci.backends.contract import Given, Inputs, Kernel, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.native_call import Addresses, Entry, NativeCall, OtherStrides
-from foci.backends.cpu.passes import BackwardPass, ForwardPass
+from foci.backends.cpu.passes import BackwardPass, ForwardPass, Sequences
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import is_empty, without_keys
@@ -18,14 +18,12 @@ from foci.problem import Cotangents, Gradients, Operands, OptionalTensors, Progr
 
 __all__ = ["CpuKernel"]
 
-_Key: TypeAlias = tuple[object, ...]
-
 
 class CpuKernel(Kernel):
     """The native kernels of one plan. The backward is compiled when it is first asked for.
 
-    A pass that a call of a program made is run again for its other calls, if every row belongs to a sequence and all is computed in one
-    native call. Passes of packed sequences are found by the values of the offsets, which the first call has checked.
+    Calls of a program share a forward, and a backward for the strides that they have; of packed sequences those of the last ones. All
+    values of the offsets are compared: numpy changes memory that it shares without a new version, and other offsets were not checked.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -40,9 +38,11 @@ class CpuKernel(Kernel):
         outputs, o = self.problem.formula.outputs, operands
         if is_empty(o):
             return without_keys(o, outputs)
-        forward = ForwardPass(self._forward, o, has_row_max=outputs.row_max)
-        if o.program is not None and self._columns is None and not forward.has_gaps:
-            o.program.launches.add((self, *_forward_key(o.tensors, o.optional)), (), forward)
+        forward = ForwardPass(self._forward, o, _read_sequences(o.tensors, o.optional), has_row_max=outputs.row_max)
+        # each call warns of offsets that end early
+        is_warned_of = forward.call.ends_early(of_keys=False) or forward.call.ends_early(of_keys=True)
+        if o.program is not None and self._columns is None and not is_warned_of:
+            o.program.launches.add((self,), (), forward)
         out, lse, *most = forward.run(o.tensors, o.optional)
         if forward.is_packed:
             out, lse = out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
@@ -55,8 +55,10 @@ class CpuKernel(Kernel):
 
     def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
-        forward: ForwardPass | None = program.launches.find((self, *_forward_key(tensors, optional)))
-        return None if forward is None else forward.run(tensors, optional)
+        forward: ForwardPass | None = program.launches.find((self,))
+        if forward is None or (optional.cu_q is not None and forward.sequences != _read_sequences(tensors, optional)):
+            return None
+        return forward.run(tensors, optional)
 
     def backward(self, operands: Operands, results: Results, cotangents: Cotangents, /) -> Gradients:
         """Gradients of the operands."""
@@ -65,14 +67,13 @@ class CpuKernel(Kernel):
             self._backward = build.load(backward_source(problem)).foci_backward
         if is_empty(o):
             return self._zeros(o)
-        dlse = None if cotangents.lse is None else cotangents.lse.to(torch.float32).contiguous()
-        bwd_args, columns = Given(results.out, results.lse.contiguous(), cotangents.out, dlse), None
-        backward = BackwardPass(self._backward, problem, o, bwd_args)
-        if cotangents.column_sums is not None:
-            columns = cotangents.column_sums.to(torch.float32).contiguous()
+        bwd_args = Given(results.out, results.lse.contiguous(), cotangents.out, _as_rows(cotangents.lse))
+        backward = BackwardPass(self._backward, problem, o, bwd_args, _read_sequences(o.tensors, o.optional))
+        columns = _as_rows(cotangents.column_sums)
+        if columns is not None:
             bwd_args = bwd_args._replace(dlse=self._with_column_sums(backward.call, o, bwd_args, columns))
-        elif o.program is not None and not backward.has_gaps and not self._has_row_gradients(dlse):
-            o.program.launches.add((self, *_backward_key(o.tensors, o.optional, bwd_args)), (), backward)
+        if o.program is not None and columns is None and not self._has_row_gradients(cotangents.lse):
+            o.program.launches.add((self, *_find_strides(o.tensors, o.optional, bwd_args)), (), backward)
         query, key, value, *captures = backward.run(o.tensors, o.optional, bwd_args, columns)
         if backward.is_packed:
             query, key, value = (None if t is None else t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
@@ -80,12 +81,13 @@ class CpuKernel(Kernel):
 
     def launch_backward(self, program: Program, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
-        _, lse, _, dlse = bwd_args
-        is_ready = lse.is_contiguous() and (dlse is None or (dlse.dtype == torch.float32 and dlse.is_contiguous()))
-        if not is_ready or self._has_row_gradients(dlse):
+        if not bwd_args.lse.is_contiguous() or self._has_row_gradients(bwd_args.dlse):
             return None
-        backward: BackwardPass | None = program.launches.find((self, *_backward_key(tensors, optional, bwd_args)))
-        return None if backward is None else [t for t in backward.run(tensors, optional, bwd_args) if t is not None]
+        backward: BackwardPass | None = program.launches.find((self, *_find_strides(tensors, optional, bwd_args)))
+        if backward is None or (optional.cu_q is not None and backward.sequences != _read_sequences(tensors, optional)):
+            return None
+        bwd_args = bwd_args._replace(dlse=_as_rows(bwd_args.dlse))
+        return [t for t in backward.run(tensors, optional, bwd_args) if t is not None]
 
     def _has_row_gradients(self, dlse: Tensor | None) -> bool:
         """Whether gradients of captured tensors are computed beside the native call, see `foci.backends.row_gradients`."""
@@ -108,13 +110,13 @@ class CpuKernel(Kernel):
         return Gradients(query, key, value, captures)
 
 
-def _forward_key(tensors: Inputs, optional: OptionalTensors) -> _Key:
-    """By what a forward is found. Offsets count by their values: memory that numpy shares changes without a new version.
+def _as_rows(gradient: Tensor | None) -> Tensor | None:
+    """A gradient of a row or column statistic as the native code reads it."""
+    return None if gradient is None else gradient.to(torch.float32).contiguous()
 
-    Args:
-        tensors: query, key, value and captured tensors; query, key and value [B, H, S, D], or [T, H, D].
-        optional: the call's other tensors.
-    """
+
+def _read_sequences(tensors: Inputs, optional: OptionalTensors) -> Sequences:
+    """The sequences of a packed call. Query, key and value, the first of `tensors`, are [1, H, T, D] or [T, H, D]."""
     offsets = optional.offsets
     if offsets is None:
         return ()
@@ -122,12 +124,20 @@ def _forward_key(tensors: Inputs, optional: OptionalTensors) -> _Key:
     assert query is not None
     assert key is not None
     tokens = -2 if query.dim() == 4 else 0
-    return (query.size(tokens), key.size(tokens), *[None if t is None else tuple(t.tolist()) for t in offsets])
+    return (query.size(tokens), key.size(tokens), *map(_read_values, offsets))
 
 
-def _backward_key(tensors: Inputs, optional: OptionalTensors, bwd_args: Given) -> _Key:
-    """By what a backward is found: the strides too, for saved tensors may have been unpacked with others than the program's."""
-    strides = [None if t is None else t.stride() for t in (bwd_args.out, bwd_args.dout, *tensors)]
-    if optional.cu_q is not None and bwd_args.out.dim() == 4:  # [1, H, T, D]: as those of [T, H, D]
+def _read_values(tensor: Tensor | None) -> bytes | None:
+    if tensor is None:
+        return None
+    values = tensor.contiguous()
+    return ctypes.string_at(values.data_ptr(), values.nbytes)
+
+
+def _find_strides(tensors: Inputs, optional: OptionalTensors, bwd_args: Given) -> tuple[object, ...]:
+    """Strides of a backward's tensors: saved ones may have been unpacked with others than the program's. Of packed tensors those of
+    [T, H, D]."""
+    strides = [None if t is None else t.stride() for t in (bwd_args.out, bwd_args.dout, *tensors, optional.blocks)]
+    if optional.cu_q is not None and bwd_args.out.dim() == 4:
         strides[:5] = [(s[2], s[1], s[3]) for s in strides[:5] if s is not None]
-    return (*strides, *_forward_key(tensors, optional))
+    return tuple(strides)

@@ -14,7 +14,7 @@ from foci import dropout
 from foci.backends.contract import Inputs
 from foci.problem import Operands, OptionalTensors
 
-__all__ = ["Addresses", "Entry", "NativeCall", "OtherStrides", "Sizes", "Tasks"]
+__all__ = ["Addresses", "Entry", "NativeCall", "OtherStrides", "Tasks"]
 
 Entry: TypeAlias = Callable[[bytes, bytes, int], int]
 """(`NativeCall.geometry`, `NativeCall.addresses`, number of threads) -> 0, or another number where memory ran out."""
@@ -94,16 +94,16 @@ class NativeCall:
 
     Attributes:
         sizes: of the calls.
-        offsets: copies of cu_q, cu_kv, q_lengths and kv_lengths, int64 and contiguous; None in the dense layout.
     """
 
-    __slots__ = ("_capture_shapes", "_is_small", "_numbers", "_offset_addresses", "_run_time_numbers", "_strides", "offsets", "sizes")
+    __slots__ = ("_capture_shapes", "_is_small", "_numbers", "_offset_addresses", "_offsets", "_run_time_numbers", "_strides", "sizes")
 
     def __init__(self, operands: Operands) -> None:
         o = operands
         given = (None,) * 4 if o.cu_q is None else (o.cu_q, o.cu_kv, o.q_lengths, o.kv_lengths)
-        self.offsets = tuple([None if t is None else t.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for t in given])
-        self._offset_addresses = [0 if t is None else t.data_ptr() for t in self.offsets]
+        # copies: the caller's may change
+        self._offsets = [None if t is None else t.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for t in given]
+        self._offset_addresses = [0 if t is None else t.data_ptr() for t in self._offsets]
         self.sizes = _find_sizes(o)
         batch, q_heads, _, q_len, kv_len, _, _ = self.sizes
         self._is_small = batch * q_heads * q_len * kv_len * o.query.shape[3] < _SERIAL_WORK
@@ -118,11 +118,15 @@ class NativeCall:
 
     def has_gaps(self, *, of_keys: bool) -> bool:
         """Whether tokens of a jagged batch belong to no sequence, so that no kernel writes them."""
-        offsets, lengths = self.offsets[of_keys], self.offsets[2 + of_keys]
+        offsets = self._offsets[of_keys]
         if offsets is None:
             return False
-        tokens = self.sizes.kv_tokens if of_keys else self.sizes.q_tokens
-        return lengths is not None or int(offsets[0]) != 0 or int(offsets[-1]) != tokens
+        return self._offsets[2 + of_keys] is not None or int(offsets[0]) != 0 or self.ends_early(of_keys=of_keys)
+
+    def ends_early(self, *, of_keys: bool) -> bool:
+        """Whether the last sequence of a jagged batch ends before the last token."""
+        offsets = self._offsets[of_keys]
+        return offsets is not None and int(offsets[-1]) != (self.sizes.kv_tokens if of_keys else self.sizes.q_tokens)
 
     def geometry(self, others: OtherStrides, tasks: Tasks = _ONE_TASK) -> bytes:
         """Pack the `foci::Call`, which has no addresses, and what lies behind it. `tasks` are a backward's."""

@@ -13,13 +13,14 @@ from foci.backends.contract import Given, Inputs
 from foci.backends.cpu.native_call import Addresses, Entry, NativeCall, OtherStrides, Tasks
 from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.compat.cuda import allocator_on
-from foci.problem import Operands, OptionalTensors, Problem, gradient_strides, make_tuple, result_strides
+from foci.problem import Operands, OptionalTensors, Problem, gradient_strides, result_strides
 
-__all__ = ["BackwardPass", "ForwardPass"]
+__all__ = ["BackwardPass", "ForwardPass", "Sequences"]
 
-Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes and strides."""
-_ADDED_IN_PLACE: Final = 16  # copies of a gradient, at most
+Form: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a tensor."""
+Sequences: TypeAlias = tuple[object, ...]
+"""Number of queries and keys, and the values of cu_q, cu_kv, q_lengths and kv_lengths; nothing for the dense layout."""
 _MOST_SPLITS: Final = 8  # the sums of dQ of more cost what their balance gains
 _allocate: Final = allocator_on(torch.device("cpu"))
 
@@ -30,18 +31,19 @@ class ForwardPass:
     Args:
         entry: the native code.
         operands: of one of the calls, as tensors [B, H, S, D].
+        sequences: of the calls.
         has_row_max: whether row maxima are asked for.
 
     Attributes:
         call: arguments of native code.
         geometry: what the native code reads besides addresses.
         is_packed: results are [T, H, D] and [H, T].
-        has_gaps: there are rows of no sequence, which are filled.
+        sequences: of the calls.
     """
 
-    __slots__ = ("_entry", "_makers", "call", "geometry", "has_gaps", "is_packed")
+    __slots__ = ("_entry", "_has_gaps", "_makers", "call", "geometry", "is_packed", "sequences")
 
-    def __init__(self, entry: Entry, operands: Operands, *, has_row_max: bool) -> None:
+    def __init__(self, entry: Entry, operands: Operands, sequences: Sequences, *, has_row_max: bool) -> None:
         query, width = operands.query, operands.value.shape[3]
         b, h, s, _ = query.shape
         strides = result_strides(query.shape, query.stride(), width)
@@ -49,9 +51,10 @@ class ForwardPass:
         self.call = NativeCall(operands)
         self.geometry = self.call.geometry(OtherStrides(strides))
         self.is_packed = operands.program is not None and operands.program.packed
-        self.has_gaps = self.call.has_gaps(of_keys=False)
-        out: Layout = (b, h, s, width), strides
-        rows: Layout = (b, h, s), (h * s, s, 1)
+        self.sequences = sequences
+        self._has_gaps = self.call.has_gaps(of_keys=False)
+        out: Form = (b, h, s, width), strides
+        rows: Form = (b, h, s), (h * s, s, 1)
         if self.is_packed:
             out, rows = _packed(out), ((h, s), (s, 1))
         self._makers = [functools.partial(_allocate, *out, query.dtype)]
@@ -60,11 +63,11 @@ class ForwardPass:
     def run(self, tensors: Inputs, optional: OptionalTensors) -> list[Tensor]:
         """Return out, lse, and row maxima if they are asked for, of query, key, value and captured tensors."""
         results = [make() for make in self._makers]
-        if self.has_gaps:
+        if self._has_gaps:
             for n, tensor in enumerate(results):
                 tensor.fill_(-torch.inf if n else 0.0)
         row_max = results[2].data_ptr() if len(results) > 2 else 0
-        addresses: Addresses = make_tuple(Addresses, (results[0].data_ptr(), 0, 0, 0, 0, results[1].data_ptr(), row_max, 0, 0, 0))
+        addresses = Addresses(results[0].data_ptr(), lse=results[1].data_ptr(), row_max=row_max)
         self.call.run(self._entry, self.geometry, tensors, optional, addresses)
         return results
 
@@ -77,33 +80,31 @@ class BackwardPass:
         problem: which gradients are asked for.
         operands: of one of the calls, as tensors [B, H, S, D].
         bwd_args: its other arguments.
+        sequences: of the calls.
 
     Attributes:
         call: arguments of native code.
         is_packed: gradients of query, key and value are [T, H, D].
+        sequences: of the calls.
     """
 
-    __slots__ = ("_entry", "_fills", "_geometry", "_make_gradients", "_sums", "call", "is_packed")
+    __slots__ = ("_entry", "_fills", "_geometry", "_make_gradients", "_sums", "call", "is_packed", "sequences")
 
-    def __init__(self, entry: Entry, problem: Problem, operands: Operands, bwd_args: Given) -> None:
+    def __init__(self, entry: Entry, problem: Problem, operands: Operands, bwd_args: Given, sequences: Sequences) -> None:
         self._entry = entry
+        self.sequences = sequences
         self.call = NativeCall(operands)
         self.is_packed = operands.program is not None and operands.program.packed
         needs_grad = (problem.query_grad, problem.key_grad, problem.value_grad)
         self._fills = [on and self.call.has_gaps(of_keys=of_keys) for on, of_keys in zip(needs_grad, (False, True, True), strict=True)]
         sizes = self.call.sizes
         # parts of the keys, each with a dQ of its own: up to 64 tasks in all, by the sizes alone, so that threads do not matter
-        splits = max(1, min(-(-64 // (sizes.batch * sizes.kv_heads)), sizes.kv_len // 512, _MOST_SPLITS))
+        splits = max(1, min(-(-64 // max(1, sizes.batch * sizes.kv_heads)), sizes.kv_len // 512, _MOST_SPLITS))
         numbers = HeadNumbers(sizes.q_heads, operands.ints)
         self._sums = CaptureSums(problem, operands.captures, (sizes.batch, sizes.kv_heads, splits), numbers)
         layouts, self._make_gradients = _gradients(operands, needs_grad)
         strides = OtherStrides(bwd_args.out.stride(), bwd_args.dout.stride(), *(strides for _, strides in layouts))
         self._geometry = self.call.geometry(strides, Tasks(splits, *self._sums.parts))
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether gradients have rows of no sequence, which are zero."""
-        return any(self._fills)
 
     def run(
         self, tensors: Inputs, optional: OptionalTensors, bwd_args: Given, grad_column_sums: Tensor | None = None
@@ -114,7 +115,7 @@ class BackwardPass:
             tensors: query, key, value and captured tensors.
             optional: the call's other tensors.
             bwd_args: out, lse and their gradients; those of rows are float32 and contiguous.
-            grad_column_sums: likewise; its part of the gradient of lse is in `bwd_args`.
+            grad_column_sums: likewise, for one call alone; its part of the gradient of lse is in `bwd_args`.
         """
         gradients = self._make_gradients()
         for gradient, is_filled in zip(gradients, self._fills, strict=True):
@@ -122,11 +123,11 @@ class BackwardPass:
                 gradient.zero_()
         sums = self._sums.make()
         out, lse, dout, dlse = bwd_args
-        dq, dk, dv = [0 if t is None else t.data_ptr() for t in gradients]
-        addresses: Addresses = make_tuple(Addresses, (
-            out.data_ptr(), dout.data_ptr(), dq, dk, dv, lse.data_ptr(), 0, 0, 0 if dlse is None else dlse.data_ptr(),
-            0 if grad_column_sums is None else grad_column_sums.data_ptr(),
-        ))  # fmt: skip
+        dq, dk, dv = map(_address, gradients)
+        addresses = Addresses(
+            out.data_ptr(), dout.data_ptr(), dq, dk, dv, lse.data_ptr(), grad_lse=_address(dlse),
+            grad_column_sums=_address(grad_column_sums),
+        )  # fmt: skip
         self.call.run(self._entry, self._geometry, tensors, optional, addresses, self._sums.entries(sums))
         return [*gradients, *self._sums.totals(sums, tensors[3:])]
 
@@ -176,17 +177,17 @@ class CaptureSums:
         return totals
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _total(sums: Tensor) -> Tensor:
-    """The sum of its copies."""
+    """The sum of its copies, in memory of its own."""
     copies = sums.flatten(0, 2)
-    if len(copies) > _ADDED_IN_PLACE:
-        return copies.sum(0)
-    for other in copies[1:]:
-        copies[0] += other  # fresh memory for a sum of large copies costs more than the sum
-    return copies[0]
+    return copies[0] if len(copies) == 1 else copies.sum(0)
 
 
-def _gradients(operands: Operands, wanted: tuple[bool, bool, bool]) -> tuple[list[Layout], Callable[[], list[Tensor | None]]]:
+def _gradients(operands: Operands, wanted: tuple[bool, bool, bool]) -> tuple[list[Form], Callable[[], list[Tensor | None]]]:
     """How the gradients of query, key and value lie as [B, H, S, D], and the function that allocates them, None for those not asked for.
 
     Each has heads within rows, or rows within heads, as its tensor; a joined call gets parts of the rows of one tensor. Those of a packed
@@ -197,7 +198,7 @@ def _gradients(operands: Operands, wanted: tuple[bool, bool, bool]) -> tuple[lis
         b, _, s, _ = operands.query.shape
         widths = [t.shape[1] * t.shape[3] for t in tensors]
         total = sum(widths)
-        parts: list[Layout] = [((*t.shape,), (s * total, t.shape[3], total, 1)) for t in tensors]
+        parts: list[Form] = [((*t.shape,), (s * total, t.shape[3], total, 1)) for t in tensors]
         starts = [0, widths[0], widths[0] + widths[1]]
 
         def make_joined() -> list[Tensor | None]:
@@ -205,13 +206,13 @@ def _gradients(operands: Operands, wanted: tuple[bool, bool, bool]) -> tuple[lis
             return [rows.as_strided(*part, start) for part, start in zip(parts, starts, strict=True)]
 
         return parts, make_joined
-    layouts: list[Layout] = [((*t.shape,), gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2))) for t in tensors]
+    layouts: list[Form] = [((*t.shape,), gradient_strides(t.shape, heads_in_rows=t.stride(1) < t.stride(2))) for t in tensors]
     of_program = [_packed(each) for each in layouts] if program is not None and program.packed else layouts
     makers = [functools.partial(_allocate, *each, dtype) if on else None for each, on in zip(of_program, wanted, strict=True)]
     return layouts, lambda: [None if make is None else make() for make in makers]
 
 
-def _packed(layout: Layout) -> Layout:
+def _packed(form: Form) -> Form:
     """[1, H, T, D] as [T, H, D]."""
-    (_, heads, tokens, width), (_, head, row, last) = layout
+    (_, heads, tokens, width), (_, head, row, last) = form
     return (tokens, heads, width), (row, head, last)

@@ -11,7 +11,8 @@ struct Tensor {
   template <class T> FOCI_INLINE T* at(int64_t b, int64_t h, int64_t r) const { return (T*)data + b * batch + h * head + r * row; }
 };
 
-// Every field has 8 bytes; the launcher packs them in this order, without addresses, and `ints` and `floats` behind them.
+// Every field has 8 bytes; the launcher packs them in this order, without addresses, threads and classes, and `ints` and `floats` behind
+// them.
 struct Call {
   Tensor query, key, value, out;
   Tensor grad_out, grad_query, grad_key, grad_value;
@@ -34,6 +35,8 @@ struct Call {
   int64_t classes_head, classes_batch;
 };
 
+static_assert(sizeof(Call) == 75 * 8, "native_call.py packs 75 fields");
+
 // The addresses of a call, in the order in which the launcher packs them; behind them what `captures` and `gradients` point at.
 struct Addresses {
   void *query, *key, *value, *out, *grad_out, *grad_query, *grad_key, *grad_value;
@@ -41,6 +44,7 @@ struct Addresses {
   const float *grad_lse, *grad_column_sums;
   const int64_t *cu_q, *cu_kv, *q_lengths, *kv_lengths, *seed;
 };
+static_assert(sizeof(Addresses) == 18 * 8, "native_call.py packs 18 addresses");
 
 // The call at these addresses.
 FOCI_INLINE Call bound(const Call* geometry, const Addresses* at, int threads) {
