@@ -180,6 +180,24 @@ def test_of_dropout(call):
         torch.testing.assert_close(*found)
 
 
+# FLEX-09
+@pytest.mark.parametrize("backend", ["aot_eager", "foci"])
+def test_a_captured_tensor_that_is_too_short_is_refused_where_lengths_are_symbols(backend):
+    ids = torch.arange(40) // 5
+
+    def function(q):
+        return foci.attention(q, q, q, mask=lambda b, h, i, j: ids[i] == ids[j])
+
+    compiled = torch.compile(function, backend=backend)
+    for length in (24, 32, 40):
+        q = tokens(length)
+        torch.testing.assert_close(compiled(q), function(q))
+    ids = torch.arange(30) // 5
+    with pytest.raises(ValueError, match="captured tensor 0.*must have at least 40 entries"):
+        compiled(tokens(40))
+    compiled(tokens(30))
+
+
 # SDPA-21, FLEX-09
 @needs_compiler
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -53,11 +53,15 @@ def test_masks_of_the_same_bytes():
     assert padding_mask_scan.find_tokens(rows, batch_first=False).indices.tolist() == [0, 2, 4, 6, 8, 10, 1, 3]
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
 @pytest.mark.parametrize("name", ["offsets", "indices"])
-def test_who_writes_to_what_was_found_changes_his_own_call_alone(name):
+def test_who_writes_to_what_was_found_changes_his_own_call_alone(name, is_moved):
     hidden = mask(4, 2)
-    packing = foci.nn.Packing.from_mask(hidden)
-    getattr(packing, name).zero_()
+    found = getattr(foci.nn.Packing.from_mask(hidden), name)
+    if is_moved:
+        found.data = torch.zeros_like(found)
+    else:
+        found.zero_()
     assert tokens_of(padding_mask_scan.find_tokens(hidden, batch_first=True)) == ([0, 4, 6], [0, 1, 2, 3, 6, 7])
 
 

@@ -229,6 +229,17 @@ def pruned(encoder):
     torch.nn.utils.prune.identity(part_of(encoder, "linear2"), "weight")
 
 
+def hooks_of_another_dict(encoder):
+    part = part_of(encoder, "linear1")
+    part._forward_hooks = type(part._forward_hooks)()  # as some remove all hooks
+    part.register_forward_hook(lambda _, __, out: out * 0.5)
+
+
+def parameters_of_another_dict(encoder):
+    part = part_of(encoder, "linear1")
+    part.__setstate__(copy.deepcopy(vars(torch.nn.Linear(part.in_features, part.out_features))))
+
+
 def rotary(encoder):
     encoder.layers[0].self_attn.rotary = foci.nn.RotaryEmbedding(E // H)
 
@@ -255,6 +266,8 @@ CHANGES = {
     "a parametrization": parametrized,
     "a parametrization of a bias": parametrized_bias,
     "a pruned weight": pruned,
+    "hooks of another dictionary": hooks_of_another_dict,
+    "parameters of another dictionary": parameters_of_another_dict,
     "rotary positions": rotary,
     "a bias taken away": replace("linear1", bias=None),
     "biases taken away": lambda encoder: [

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from foci.compat.modules import submodules
-from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing, version_of
+from foci.compat.torch import count_function_modes, is_any_autocast_enabled, is_forward_ad_open, is_jit_tracing
 from foci.environment import allowed_backends, read_environment
 from foci.nn.attention import MultiheadAttention
 from foci.nn.fused_rowwise import layer_rows
@@ -26,6 +26,7 @@ from foci.nn.packing import Packing, round_bound
 from foci.nn.skip_module_call import HOOKS, is_silent
 from foci.nn.sliding_window import SlidingWindowAttention
 from foci.operator import is_plain_eager
+from foci.weak_cache import tensor_state
 
 __all__ = ["Stack", "noted"]
 
@@ -50,6 +51,8 @@ _KINDS: Final[tuple[tuple[type, ...], ...]] = (
 _BLOCKS: Final = frozenset(("forward", "_compiled_call_impl", "_run", "_layer", "_sa_block", "_ff_block"))
 _STEPS: Final = ("_packed", "_project", "_split_heads", "_own", "_extra_keys", "_of_packed", "_extras")
 _FORMS: Final = ("forward", "_compiled_call_impl")
+_HOOKS_OF: Final = operator.itemgetter(*HOOKS)
+_PARAMETERS_OF: Final = operator.itemgetter("_parameters")
 _METHODS: Final[list[tuple[Any, str]]] = [
     *[(kind, "forward") for kind in (torch.nn.Linear, NonDynamicallyQuantizableLinear, torch.nn.LayerNorm, torch.nn.Dropout)],
     *[(kind, name) for kind in _ATTENTIONS for name in ("forward", "_attend", *_STEPS)],
@@ -85,18 +88,19 @@ class Stack:
 
     def __init__(self, kind: type, layers: Sequence[torch.nn.Module]) -> None:
         self._parts: list[Any] = []
-        self._hooks: list[Any] = []
+        self._states: list[dict[str, Any]] = []
         self._absent: list[tuple[dict[str, Any], str]] = []
         self._settings: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._ways: list[tuple[bool, Any]] = []
         self._layers = [self._looked_at(kind, layer) for layer in layers]
         self._kinds = [*map(type, self._parts)]
+        self._parameters = [*map(_PARAMETERS_OF, self._states)]
         self._values = [read(state) for state, read in self._settings]
         if not all(name in parameters for parameters, name in self._places):
             raise _Unlike  # parametrized
         self._lacks = [parameters[name] is None for parameters, name in self._places]
-        self._last: tuple[tuple[object, ...], Tensor, int, _Shared] | None = None
+        self._last: tuple[tuple[object, ...], Tensor, tuple[int, ...], _Shared] | None = None
         self._lacks_some = True in self._lacks
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -117,7 +121,7 @@ class Stack:
         states = [vars(part) for part in parts]
         attention = states[_SELF]
         self._parts += parts
-        self._hooks += [state[name] for state in states for name in HOOKS]
+        self._states += states
         self._absent += [(state, name) for state in states for name in _FORMS] + [(attention, name) for name in _STEPS]
         self._settings += [(states[n], read) for n, read in _READ]
         self._places += [(attention["_parameters"], name) for name in ("in_proj_weight", "in_proj_bias")]
@@ -143,7 +147,8 @@ class Stack:
             len(parts) == len(self._parts)
             and all(map(operator.is_, parts, self._parts))
             and [*map(type, parts)] == self._kinds
-            and not any(self._hooks)
+            and not any(map(any, map(_HOOKS_OF, self._states)))
+            and all(map(operator.is_, map(_PARAMETERS_OF, self._states), self._parameters))
             and not [name for state, name in self._absent if name in state]
             and values == self._values
         )
@@ -194,7 +199,7 @@ class Stack:
         offsets, tokens = packing.offsets, x.shape[0]
         if packing.bias is not None or offsets.is_inference():
             return {}
-        no_padding, version = packing.is_whole(tokens), version_of(offsets)
+        no_padding, state = packing.is_whole(tokens), tensor_state(offsets)
         form = (
             offsets.shape, offsets.dtype, offsets.device, round_bound(packing.longest), tokens > 1, no_padding, x.dtype, x.device,
             read_environment(allowed_backends(), x.device),
@@ -202,10 +207,10 @@ class Stack:
         last = self._last
         shared: _Shared = {}
         if last is not None and last[0] == form:
-            if last[1] is offsets and last[2] == version:
+            if last[1] is offsets and last[2] == state:
                 return last[3]
             shared = {alike: attention.moved(offsets) for alike, attention in last[3].items()}
-        self._last = form, offsets, version, shared
+        self._last = form, offsets, state, shared
         return shared
 
 

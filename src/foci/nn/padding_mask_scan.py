@@ -15,8 +15,7 @@ from torch import Tensor
 
 from foci import cache_check
 from foci.compat.cuda import raw_stream
-from foci.compat.torch import version_of
-from foci.weak_cache import cache_derived, find_derived
+from foci.weak_cache import cache_derived, find_derived, tensor_state
 
 __all__ = ["TokenPlaces", "find_tokens"]
 
@@ -91,19 +90,19 @@ class _SearchKey(NamedTuple):
 
 
 class _CachedSearch(NamedTuple):
-    """A result of a search, and the versions of its tensors then: they are handed to whoever may write to them."""
+    """A result of a search, and the states of its tensors then: they are handed to whoever may write to them."""
 
     places: TokenPlaces | None
     tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    states: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(places: TokenPlaces | None) -> _CachedSearch:
         tensors = tuple([t for t in places or () if isinstance(t, Tensor)])
-        return _CachedSearch(places, tensors, tuple([version_of(t) for t in tensors]))
+        return _CachedSearch(places, tensors, tuple([tensor_state(t) for t in tensors]))
 
     def is_unchanged(self) -> bool:
-        return tuple([version_of(t) for t in self.tensors]) == self.versions
+        return tuple([tensor_state(t) for t in self.tensors]) == self.states
 
 
 def _search_tokens(padding: Tensor, read: Tensor, device: torch.device, *, batch_first: bool) -> TokenPlaces | None:

@@ -19,7 +19,8 @@ from foci.environment import Environment, allowed_backends
 from foci.execution import choose_kernel, launch_backward, run_backward
 from foci.operator.autograd import Outline, forward_now, make_outline
 from foci.operator.op_schema import Flat, pack_results, unflatten
-from foci.problem import Cotangents, OptionalTensors, Program, Results, gradient_strides, result_strides
+from foci.prepare import check_room
+from foci.problem import Cotangents, Formula, Layout, Operands, OptionalTensors, Program, Results, gradient_strides, result_strides
 from foci.spec import NO_NEEDS, CallSpec, Needs, spec_of_operator
 
 __all__ = [
@@ -195,9 +196,19 @@ def _backward_strides(args: Sequence[Any], needs: str) -> list[Strides]:
 
 def _outline(args: Sequence[Any], environment: Environment, needs: Needs, *, joined: bool = False) -> Outline:
     formula, operands, _ = unflatten(args)
+    _check_room(formula, operands)
     chosen = choose_kernel(formula, operands, needs, environment)
     # compiled code computes a new block mask at each call
     return make_outline(chosen, operands, program=Program(joined=joined) if operands.blocks is None else None)
+
+
+def _check_room(formula: Formula, operands: Operands) -> None:
+    """Check again what could not be told while lengths were symbols."""
+    o = operands
+    lengths = {"b": o.query.shape[0] if o.cu_q is None else o.cu_q.shape[0] - 1, "h": o.query.shape[1]}
+    if formula.layout is Layout.DENSE:
+        lengths |= {"q_idx": o.query.shape[2], "kv_idx": o.key.shape[2]}
+    check_room(formula.variant, o.captures, lengths)
 
 
 def _with_strides(tensor: Tensor, strides: Strides) -> Tensor:

@@ -106,10 +106,14 @@ def test_other_tensors_are_none_of_a_bound_pass(launched, other):
     assert backward(rows, *results, gradient) is not None
 
 
-def test_sequences_that_changed_are_looked_at_again(launched):
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_sequences_that_changed_are_looked_at_again(launched, is_moved):
     heads, offsets = HEADS["as many"], torch.tensor(LENGTHS)
     call, rows, results, gradient = known(heads, offsets=offsets)
-    offsets[1] = 100
+    if is_moved:
+        offsets.data = torch.tensor([LENGTHS[0], 100, *LENGTHS[2:]])
+    else:
+        offsets[1] = 100
     assert call.passes.forward(rows) is None
     assert call.passes.backward(rows, *results, gradient) is None
     del launched[1][:]

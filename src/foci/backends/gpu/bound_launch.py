@@ -15,7 +15,7 @@ from foci.backends.contract import BackwardOfRows, ForwardOfRows, Inputs, Offset
 from foci.backends.gpu.launch_list import LaunchList, Sized
 from foci.backends.gpu.stream_state import allocator_on, free_stream_on
 from foci.backends.gpu.tile_tables import sequences_at
-from foci.compat.torch import version_of
+from foci.weak_cache import tensor_state
 
 __all__ = ["bind_backward", "bind_forward"]
 
@@ -52,7 +52,7 @@ class _Surroundings:
 
     def __init__(self, device: int, stream: int, ends: tuple[Tensor, ...]) -> None:
         self._device, self.stream = device, stream
-        self._ends = [(t, version_of(t)) for t in ends]
+        self._ends = [(t, tensor_state(t)) for t in ends]
 
     def moved(self, offsets: Tensor) -> _Surroundings | None:
         """Return the surroundings with other sequences: as many, with one set of offsets. None if there were two sets, or if launches must
@@ -64,8 +64,8 @@ class _Surroundings:
 
     def are_same(self) -> bool:
         """Whether stream and offsets are unchanged, and launches may still bypass Triton."""
-        for t, version in self._ends:
-            if version_of(t) != version:
+        for t, state in self._ends:
+            if tensor_state(t) != state:
                 return False
         return free_stream_on(self._device) == self.stream
 
