@@ -43,7 +43,7 @@ class _Place:
         """The last call, or what `find` finds of the arguments where something has changed."""
         if not self._fixed:
             return find(args)
-        surroundings, last = _surroundings(*operands), self._last
+        surroundings, last = _surroundings(operands), self._last
         if last is None or last.surroundings != surroundings:
             last = self._last = _Last(surroundings, find(args))  # at once: backward passes run in threads of their own
         elif cache_check.ENABLED:
@@ -51,13 +51,22 @@ class _Place:
         return last.known
 
 
-def _surroundings(query: Tensor, key: Tensor, value: Tensor, captures: Sequence[Tensor]) -> tuple[object, ...]:
-    """Return what a call depends on that may change where sizes, strides and numbers do not."""
-    address, capture_address = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
+def _surroundings(operands: Sequence[Any]) -> tuple[object, ...]:
+    """Return what a call depends on that may change where sizes, strides and numbers do not.
+
+    Args:
+        operands: the first arguments of `foci::attention`, up to the page table.
+    """
+    query, key, value, captures, _, blocks, _, _, _, lengths, page_table = operands
+    address, other_address = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
     for tensor in captures:
-        capture_address |= tensor.data_ptr()
+        other_address |= tensor.data_ptr()
+    if blocks is not None:
+        other_address |= blocks.data_ptr()
+    if page_table is not None:
+        other_address |= page_table.data_ptr() | lengths.data_ptr()
     environment = read_environment(allowed_backends(), query.device)
-    return address & 15, capture_address & 15, query is key, key is value, query is value, environment
+    return address & 15, other_address & 15, query is key, key is value, query is value, environment
 
 
 class Forward(_Place):
@@ -66,7 +75,7 @@ class Forward(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, ...]:
-        results = op_impl.forward(self._known(op_impl.forward_known, args, args[:4]), args)
+        results = op_impl.forward(self._known(op_impl.forward_known, args, args[:11]), args)
         return results.out, results.lse.contiguous(), results.row_max, results.column_sums, results.weights
 
 
@@ -76,7 +85,7 @@ class Backward(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> list[Tensor]:
-        return op_impl.backward(self._known(op_impl.backward_known, args, args[7:11]), args)
+        return op_impl.backward(self._known(op_impl.backward_known, args, args[7:18]), args)
 
 
 class BackwardRows(_Place):
@@ -85,4 +94,4 @@ class BackwardRows(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> Tensor:
-        return op_impl.backward_rows(self._known(op_impl.backward_rows_known, args, args[7:11]), args)
+        return op_impl.backward_rows(self._known(op_impl.backward_rows_known, args, args[7:18]), args)

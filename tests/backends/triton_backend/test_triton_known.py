@@ -25,7 +25,10 @@ import foci
 from foci import call_cache, masks, planner, scores, weak_cache
 from foci.backends.gpu import captured_grad, tile_tables
 from foci.backends.hopper.kernel_rates import Pair, Rates
-from foci.problem import Target
+from foci.operator import compiled_call
+from foci.operator.op_schema import flatten as flatten_call
+from foci.prepare import Extras, prepare
+from foci.problem import Outputs, Target
 
 KNOWN = {
     "plain": lambda q, k, v: foci.attention(q, k, v),
@@ -382,6 +385,25 @@ def test_another_page_table_is_another_call(logs, calls):
     apart = [*pages()[:4], torch.ones(6, dtype=torch.int32)[::2]]
     foci.paged_attention(*apart, max_kv=100)
     assert calls == [("launch_forward", False)]  # lengths with gaps are laid out first
+
+
+@pytest.mark.parametrize("place", [3, 4], ids=["table", "lengths"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_place_of_compiled_code_sees_how_pages_are_aligned(logs, calls, place, fixed):
+    call, found = compiled_call.Forward(fixed=fixed), []
+    for is_odd in (True, False, False, True):
+        tensors = pages()
+        if is_odd:
+            storage = torch.zeros(tensors[place].numel() + 4, dtype=torch.int32)
+            tensors[place] = (
+                storage[1 + -storage.data_ptr() // 4 % 4 :][: tensors[place].numel()].view(tensors[place].shape).copy_(tensors[place])
+            )
+        query, key, value, table, lengths = tensors
+        extras = Extras(Outputs(), page_table=table, kv_lengths=lengths, max_kv=128, exact_lengths=False)
+        calls.clear()
+        call(*flatten_call(*prepare((query, key, value), None, None, extras), None))
+        found.append(calls[-1])
+    assert found == [("launch_forward", is_known) for is_known in (False, False, True, False)]
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False)], ids=["all", "query"])
