@@ -415,12 +415,30 @@ class TestModelMask:
             lambda m: m.to(torch.int32),
             lambda m: torch.where(m, 0.0, -1.0),
             lambda m: torch.zeros(2, 1, 4, 5).masked_fill(m, 1.0),
+            lambda m: torch.cat([m, m], -1),
+            lambda m: torch.stack((m, torch.zeros(2, 1, 4, 5, dtype=torch.bool))),
+            lambda m: torch.all(~m, dim=2),
+            lambda m: m & torch.tensor([True, False, True, True, True]),
+            lambda m: torch.tensor([True, False, True, True, True]) | m,
+            lambda m: m == 0,
+            lambda m: m != torch.tensor(True),
         ],
     )
     def test_other_uses_get_the_tensor_and_say_so(self, use):
         with pytest.warns(UserWarning, match="written out as a bool tensor"):
             result = use(self.mask())
         assert torch.equal(result, use(self.dense))
+
+    def test_composed(self):
+        mask, other = self.mask(), ModelMask(lambda b, h, q_idx, kv_idx: kv_idx > 1, (2, 1, 4, 5), torch.device("cpu"))
+        late = torch.arange(5) > 1
+        for found, expected in ((mask & other, self.dense & late), (mask | other, self.dense | late), (~mask, ~self.dense)):
+            assert isinstance(found, ModelMask)
+            assert found.shape == (2, 1, 4, 5)
+            assert torch.equal(found.to_tensor(), expected)
+        assert mask == mask
+        assert mask != other
+        assert len({mask, other, mask}) == 2
 
     @pytest.mark.parametrize(
         "use",

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from foci.compat.fx import tree_map
 from foci.mask_mods import create_mask
 from foci.variant import Mask
 
@@ -103,13 +104,38 @@ class ModelMask(Mask):
             raise AttributeError(f"a mask has no attribute {name!r}")
         return getattr(self._written_out(name), name)
 
+    def __and__(self, other: Any) -> Any:
+        """Both masks, one of a model again if both are."""
+        return self._written_out("and") & other if isinstance(other, Tensor) else self._combined(super().__and__(other), other)
+
+    def __or__(self, other: Any) -> Any:
+        """Either mask, one of a model again if both are."""
+        return self._written_out("or") | other if isinstance(other, Tensor) else self._combined(super().__or__(other), other)
+
+    def __eq__(self, other: object) -> Any:
+        """Where the bool tensor equals a number or a tensor; whether it is another mask."""
+        return self._written_out("eq") == other if isinstance(other, (int, float, Tensor)) else self is other
+
+    def __ne__(self, other: object) -> Any:
+        """The opposite of ==."""
+        return self._written_out("ne") != other if isinstance(other, (int, float, Tensor)) else self is not other
+
+    __hash__ = Mask.__hash__
+
+    def __invert__(self) -> ModelMask:
+        """True where the query does not attend."""
+        return ModelMask(super().__invert__().function, self.lengths, self.device)
+
+    def _combined(self, mask: Mask, other: Any) -> Mask:
+        is_of_model = isinstance(other, ModelMask) and other.lengths == self.lengths
+        return ModelMask(mask.function, self.lengths, self.device) if is_of_model else mask
+
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", str(function))
-        positional = [a._written_out(name) if isinstance(a, ModelMask) else a for a in args]
-        named = {k: v._written_out(name) if isinstance(v, ModelMask) else v for k, v in (kwargs or {}).items()}
+        positional, named = tree_map(lambda a: a._written_out(name) if isinstance(a, ModelMask) else a, (args, kwargs or {}))
         return function(*positional, **named)
 
     def _written_out(self, name: str) -> Tensor:
