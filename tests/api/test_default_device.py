@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import foci
+import foci.nn
 
 Q, K = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 24, 8)
 TABLE, DOCUMENTS, SINK = torch.randn(4, 24), torch.arange(24) // 5, torch.randn(4)
@@ -63,3 +64,20 @@ def test_results_lie_with_the_operands(call, backend):
     for got, want in zip(actual, wanted, strict=True):
         assert got.device.type == "cpu"
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_tensors_without_memory_have_results_without_memory(backend):
+    query = torch.randn(2, 2, 7, 8, device="meta", requires_grad=True)
+    keep = torch.zeros(2, 7, dtype=torch.bool, device="meta")
+    for options in ({}, {"mask": foci.masks.causal()}, {"mask": lambda b, h, i, j: keep[b, j]}, {"dropout_p": 0.1}):
+        with foci.use(backend):
+            out, aux = foci.attention(query, query, query, return_aux=foci.AuxRequest(lse=True, column_sums=True), **options)
+        (gradient,) = torch.autograd.grad(out.sum() + aux.lse.sum(), query)
+        assert out.shape == gradient.shape == query.shape
+        assert aux.lse.shape == aux.column_sums.shape == (2, 2, 7)
+        assert out.is_meta
+        assert gradient.is_meta
+    module = foci.nn.MultiheadAttention(16, 2, batch_first=True, device="meta")
+    tokens = torch.randn(2, 7, 16, device="meta")
+    assert module(tokens, tokens, tokens, key_padding_mask=keep)[0].shape == (2, 7, 16)

@@ -279,11 +279,12 @@ def test_a_sink_for_each_query(output_attentions):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("function", [None, lambda b, h, q_idx, kv_idx: kv_idx <= q_idx])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 9), (6, 4), (5, 6)])
-def test_a_mask_of_other_queries_or_keys_is_refused(queries, keys):
-    """A model may put keys of its own behind those that the mask was made for."""
+def test_a_mask_of_other_queries_or_keys_is_refused(queries, keys, function):
+    """A model may put keys of its own behind those that the mask was made for, and hide some of them."""
     query = torch.randn(1, 2, 6, 8)
-    mask = ModelMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, (1, 1, queries, keys), query.device)
+    mask = ModelMask(function, (1, 1, queries, keys), query.device)
     with pytest.raises(ValueError, match=f"6 queries and 6 keys; got one of {queries} and {keys}"):
         attention_forward(torch.nn.Module(), query, query, query, mask)
 

@@ -203,6 +203,29 @@ def test_second_derivatives():
 
 
 @pytest.mark.usefixtures("padded")
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.randn(4, 32),
+        torch.randn(4, 34),
+        torch.randn(4, 33).half(),
+        torch.randn(4, 33).double(),
+        torch.ones(4, 33, dtype=torch.int64),
+        torch.ones(()),
+    ],
+    ids=lambda t: f"{t.dtype} {[*t.shape]}",
+)
+def test_inputs_that_linear_refuses_are_refused(given):
+    """Padded storage would take some of them."""
+    layer, exact = foci.nn.PaddedLinear(33, 127), torch.nn.Linear(33, 127)
+    messages = []
+    for each in (layer, exact):
+        with pytest.raises(RuntimeError) as caught:
+            each(given)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 def test_under_transforms():
     mine, theirs = pair(33, 127)
     x = torch.randn(4, 33)

@@ -26,7 +26,7 @@ def has_not_finite(*tensors: Tensor) -> bool:
     values cannot be read."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return True
-    return not all(bool(torch.isfinite(t.sum())) for t in tensors)
+    return not all(t.is_meta or bool(torch.isfinite(t.sum())) for t in tensors)
 
 
 def finite(tensor: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _mask_and_bias(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor | None]:
-    if mask is None or (isinstance(mask, ModelMask) and mask.everywhere):
+    if mask is None:
         return None, None
     if isinstance(mask, ModelMask):
         queries, keys = mask.lengths[2:]
@@ -212,7 +212,7 @@ def _mask_and_bias(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor |
                 f"attention_mask must be of {query.shape[2]} queries and {key.shape[2]} keys; got one of {queries} and {keys}. If "
                 f'the model added keys of its own, load it with attn_implementation="eager"'
             )
-        return mask, None
+        return None if mask.everywhere else mask, None
     if not isinstance(mask, Tensor):
         return mask, None
     mask = _first_keys(mask, key)

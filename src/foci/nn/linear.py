@@ -66,7 +66,8 @@ class PaddedLinear(torch.nn.Linear):
         """`torch.nn.Linear`'s result, through the padded storage where that pays."""
         if is_traced(input):
             return leaf(self, input)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling() or are_transforms_open() or not _is_stored(self) or not _pays(self, input):
+        is_padded = not (torch.compiler.is_compiling() or are_transforms_open()) and _is_stored(self)
+        if not (is_padded and _is_usual(self, input) and _pays(self, input)):
             return F.linear(input, self.weight, self.bias)
         result: Tensor = _padded_linear(input, self.weight, self.bias)
         return result
@@ -140,6 +141,13 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 def _is_stored(layer: PaddedLinear) -> bool:
     parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     return all(_good_sizes(p) == tuple(p.shape) or _has_storage(p) for p in parameters)
+
+
+def _is_usual(layer: PaddedLinear, input: Tensor) -> bool:
+    """Whether `F.linear` takes the input. It says what is wrong with any other, which padded storage might hide."""
+    is_cast = autocast_dtype(input.device.type) is not None
+    is_of_size = input.dim() > 0 and input.shape[-1] == layer.in_features
+    return is_of_size and input.device == layer.weight.device and (is_cast or input.dtype == layer.weight.dtype)
 
 
 def _pays(layer: PaddedLinear, input: Tensor) -> bool:
