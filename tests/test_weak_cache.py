@@ -133,7 +133,7 @@ def test_wrong_tokens_of_a_mask_are_found_in_check_mode(store, monkeypatch, hidd
         find_tokens(padding, batch_first=True)
     ((key, (sources, cached)),) = store["padding"]._found.items()
     wrong = (torch.tensor([0, 1, 2]), *cached.tensors[1:])
-    store["padding"]._found[key] = sources, cached._replace(tensors=wrong, versions=tuple(t._version for t in wrong))
+    store["padding"]._found[key] = sources, cached._replace(tensors=wrong, states=tuple(map(weak_cache.tensor_state, wrong)))
     with pytest.raises((StaleCacheError, ValueError)):
         find_tokens(padding, batch_first=True)
 

@@ -282,5 +282,7 @@ def agrees(case, labels, ours, exact, used):
             return
         grads = gradients(results, [mine for _, mine, _ in named], wanted, used)
         queries = case.groups * max(q_len for q_len, _ in case.lengths)  # that attend to a key
+        distances = max(max(pair) for pair in case.lengths) ** 2 / 3  # a slope's gradient is of scores times distances, of these squares
+        terms = {"key": queries, "slope": queries * distances}
         for (name, _, _), grad, other in zip(named, grads, gradients(wanted, [wide for *_, wide in named], wanted, used), strict=True):
-            close(f"gradient of {name}", grad, other, case.dtype, queries if name == "key" else TERMS)
+            close(f"gradient of {name}", grad, other, case.dtype, terms.get(name, TERMS))

@@ -171,7 +171,7 @@ def test_of_dropout(call):
         return call(q, k, v, dropout_p=p)
 
     compiled = torch.compile(function, backend="aot_eager")  # draws what eager calls draw
-    for p in (0.3, 0.5, 0.0, 0.1, 0.9, 1.0):
+    for p in several(0.3, 0.5, 0.0, 0.1, 0.9, 1.0):
         found = []
         for each in (compiled, function):
             torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_a_captured_tensor_that_is_too_short_is_refused_where_lengths_are_symbol
         return foci.attention(q, q, q, mask=lambda b, h, i, j: ids[i] == ids[j])
 
     compiled = torch.compile(function, backend=backend)
-    for length in (24, 32, 40):
+    for length in several(24, 32, 40):
         q = tokens(length)
         torch.testing.assert_close(compiled(q), function(q))
     ids = torch.arange(30) // 5

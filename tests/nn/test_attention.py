@@ -58,6 +58,24 @@ def test_masks_over_no_keys_but_the_modules_own(options, need_weights):
             same(theirs, ours, inputs, need_weights=need_weights, **options)
 
 
+# MOD-02
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_tokens_whose_memory_is_all_padding(options):
+    """Each attends to the module's own keys."""
+    layers = []
+    for nn in (torch.nn, foci.nn):
+        layer = nn.TransformerDecoderLayer(E, H, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
+        layer.multihead_attn = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64, **options)
+        layer.load_state_dict((layers or [layer])[0].state_dict())
+        layers.append(layer)
+    hidden = torch.full((B, S), -torch.inf, dtype=torch.float64).requires_grad_()
+    query = torch.zeros(B, L, dtype=torch.float64)
+    query[0, 2:] = -torch.inf
+    tokens = rand(B, L, E), rand(B, S, E)
+    theirs, ours = (layer(*tokens, tgt_key_padding_mask=query, memory_key_padding_mask=hidden) for layer in layers)
+    torch.testing.assert_close(ours[query == 0], theirs[query == 0])
+
+
 MASKS = [
     {"attn_mask": kind, "rank": rank, "padding": pad}
     for kind, rank, pad in itertools.product((None, "bool", "float"), (2, 3), (None, "bool", "float"))

@@ -94,6 +94,8 @@ def known_extremes(nested: Any) -> tuple[Any, Any]:
 
 def length_extremes(nested: Any) -> tuple[int, int]:
     """The longest and the shortest sequence, which a NestedTensor keeps once it was asked."""
+    if nested.offsets().numel() < 2:
+        return 0, 0  # no sequence has none
     if _KNOWS_EXTREMES:
         return nested._get_max_seqlen(), nested._get_min_seqlen()
     lengths = nested.offsets().diff() if nested.lengths() is None else nested.lengths()

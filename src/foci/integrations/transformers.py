@@ -143,7 +143,7 @@ def attention_forward(
         if kwargs.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not take {name}, which {what}: choose another one for this model")
     mask, bias = _mask_and_bias(attention_mask, query, key)
-    if mask is None and bias is None and query.size(2) > 1 and _is_causal(module, is_causal):
+    if attention_mask is None and query.size(2) > 1 and _is_causal(module, is_causal):  # a mask that hides nothing says so
         mask = _causal(key.size(2) - query.size(2), kwargs.get("sliding_window"))
     documents = _documents(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), query, key)
     if documents is not None:
@@ -207,6 +207,9 @@ def _mask_and_bias(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor |
         return None, None
     if isinstance(mask, ModelMask):
         queries, keys = mask.lengths[2:]
+        if keys == key.shape[2] and queries == 1 != query.shape[2]:  # the same for all, as a tensor would broadcast
+            function = mask.function
+            return None if mask.everywhere else Mask(lambda b, h, q_idx, kv_idx: function(b, h, q_idx * 0, kv_idx)), None
         if queries != query.shape[2] or keys != key.shape[2]:
             raise ValueError(
                 f"attention_mask must be of {query.shape[2]} queries and {key.shape[2]} keys; got one of {queries} and {keys}. If "

@@ -399,7 +399,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             count = extra[0].shape[0]
             k, v = (append_rows(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
             offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
-            functions = masking.with_extra_keys(functions, count)
+            # of no other keys there is nothing to read
+            functions = masking.with_extra_keys(functions, count) if key.longest else masking.NOTHING
         return (q, k, v), functions, self._extras(query, offsets, longest, functions)
 
     def _of_packed(self, query: Packing, key: Packing, attn_mask: Tensor | None, *, is_causal: bool) -> Functions:
