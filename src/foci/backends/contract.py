@@ -104,7 +104,7 @@ class Kernel(Protocol):
     """A plan made runnable; a class to derive from. Pure: the same operands give the same bits. Operands without a key or a row never come
     here.
 
-    Some keep the launches that the first call with a program built (`Operands.program`). The other methods run them again
+    Some kernels keep the launches that the first call with a program built (`Operands.program`). The other methods run them again
     from tensors alone, without the checks and arithmetic on the host that are a good part of a small call's time, and give what `forward`
     and `backward` would, in the layout that the program says. They return None where there is nothing to run again: by default always.
     """

@@ -23,7 +23,7 @@ __all__ = ["add_not_finite", "finite", "has_not_finite", "scores", "weighted_val
 
 def has_not_finite(*tensors: Tensor) -> bool:
     """Whether some element is infinite or NaN; rarely also if a sum of finite ones overflows. True while a CUDA graph is captured, when
-    values cannot be read."""
+    values cannot be read; False on the device meta, which has none."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     return not all(t.is_meta or bool(torch.isfinite(t.sum())) for t in tensors)

@@ -57,7 +57,6 @@ class Watch:
         attentions = [m for m in modules if isinstance(m, MultiheadAttention)]
         self._variants = [(m, name) for m in attentions for name in ("mask", "score") if getattr(m, name) is not None]
         self._functions = self._find_functions()
-        self._held = [tensors for _, tensors in self._functions]
         if [by for by, _ in self._find_functions()] != [by for by, _ in self._functions]:
             raise ValueError(
                 "a mask or score of a captured module must read the same tensors and numbers in each call; one makes them anew: give it "
