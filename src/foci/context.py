@@ -13,7 +13,7 @@ from foci.backends.contract import Rejection
 from foci.ir.text import to_infix
 from foci.problem import Layout, Problem
 
-__all__ = ["Call", "Log", "allowed_backends", "is_tuning", "observe", "observers", "use"]
+__all__ = ["Call", "Log", "allowed_backends", "hidden", "is_tuning", "observe", "observers", "use"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class _Local(threading.local):
     """State of each thread. A context variable would do as well, but torch.compile neither reads nor guards one."""
 
     allowed: tuple[str, ...] | None = None
+    is_hidden: bool = False
 
 
 _local = _Local()
@@ -84,8 +85,18 @@ def is_tuning() -> bool:
 
 
 def observers() -> list[Log]:
-    """The logs that are open."""
-    return _logs
+    """The logs that are open and are told of what this thread does."""
+    return [] if _logs and _local.is_hidden else _logs
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Inside, what this thread runs is no call of the user's: no log is told of it."""
+    before, _local.is_hidden = _local.is_hidden, True
+    try:
+        yield
+    finally:
+        _local.is_hidden = before
 
 
 def allowed_backends() -> tuple[str, ...] | None:
