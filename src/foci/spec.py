@@ -13,7 +13,7 @@ from foci.ir.function_fingerprint import Fingerprint, shared
 from foci.prepare import Extras
 from foci.problem import make_tuple
 
-__all__ = ["NO_NEEDS", "CallSpec", "Needs", "find_needs", "spec_of_functions", "spec_of_operator"]
+__all__ = ["NO_NEEDS", "CallSpec", "Needs", "find_alignment", "find_needs", "spec_of_functions", "spec_of_operator"]
 
 Needs: TypeAlias = tuple[bool, bool, bool, tuple[bool, ...]]
 """Whether query, key, value and each captured tensor want a gradient."""
@@ -147,14 +147,9 @@ def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hasha
         is_joined: of a backward, whether its gradients are wanted in rows of one tensor.
     """
     query, key, value, captures, seed, blocks, *lengths, page_table, ints, floats, scale, dropout_p, max_q, max_kv, line, _ = args
-    address_bits = 0  # all addresses but those of query, key and value, by bitwise or
-    for tensor in captures:
-        address_bits |= tensor.data_ptr()
-    block_mask = pages = sequences = None
-    if blocks is not None:
-        block_mask, address_bits = (blocks.shape, blocks.stride()), address_bits | blocks.data_ptr()
-    if page_table is not None:
-        pages, address_bits = _describe_pages(page_table, lengths[3]), address_bits | lengths[3].data_ptr() | page_table.data_ptr()
+    block_mask = None if blocks is None else (blocks.shape, blocks.stride())
+    pages = None if page_table is None else _describe_pages(page_table, lengths[3])
+    sequences = None
     is_packed = lengths[0] is not None
     if is_packed:
         sequences = _describe_sequences(*lengths)
@@ -162,10 +157,23 @@ def spec_of_operator(args: Sequence[Any], allowed: Allowed, requires_grad: Hasha
     return CallSpec(
         (line, *ints, *map(_exact, floats)), None, _exact(scale), dropout_p, max_q, max_kv, True, shapes, strides,
         (query.dtype, key.dtype, value.dtype), (query.device, key.device, value.device),
-        ((query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, address_bits & 15), (query is key, key is value, query is value),
+        find_alignment(args), (query is key, key is value, query is value),
         tuple([(t.shape, t.stride(), t.dtype) for t in captures]), block_mask, sequences, pages, seed is not None, requires_grad, is_joined,
         "", read_environment(allowed, query.device),
     )  # fmt: skip
+
+
+def find_alignment(args: Sequence[Any]) -> tuple[int, int]:
+    """`CallSpec.alignment` of the flat arguments of `foci::attention`, of which those up to the page table count."""
+    query, key, value, captures, _, blocks, _, _, _, lengths, page_table = args[:11]
+    others = 0
+    for tensor in captures:
+        others |= tensor.data_ptr()
+    if blocks is not None:
+        others |= blocks.data_ptr()
+    if page_table is not None:
+        others |= page_table.data_ptr() | lengths.data_ptr()
+    return (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, others & 15
 
 
 def find_needs(tensors: Sequence[Tensor]) -> Needs:

@@ -89,6 +89,14 @@ class ModelMask(Mask):
         batch, _, q_len, kv_len = self.lengths
         return create_mask(self.function, batch, None, q_len, kv_len, self.device)
 
+    def broadcast(self, queries: Any) -> ModelMask:
+        """A mask of one query for this many, as a tensor broadcasts; any other as it is."""
+        function = self.function
+        if self.lengths[2] != 1 or queries == 1:
+            return self
+        first = None if self.everywhere else lambda b, h, q_idx, kv_idx: function(b, h, q_idx * 0, kv_idx)
+        return ModelMask(first, (*self.lengths[:2], queries, self.lengths[3]), self.device)
+
     def __getitem__(self, index: Any) -> Any:
         """Fewer keys, counted from the first, are a mask again; any other part is a part of the tensor."""
         entries = index if isinstance(index, tuple) else (index,)

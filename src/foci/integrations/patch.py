@@ -141,9 +141,6 @@ _ROUTES: Final[tuple[tuple[str, str, Function], ...]] = (
 _UNTOUCHED: Final = ("foci.", "torch._C", "torch._dynamo", "torch._inductor", "torch.overrides")
 """foci's own functions, and where torch finds its operators by name or identity."""
 
-_OLD: Final = 2
-_NEW: Final = 3
-"""Fields of `_Place`."""
 _lock = threading.RLock()
 _starts = 0
 
@@ -260,9 +257,9 @@ def _snapshot(objects: list[Any]) -> list[int]:
     return [len(sys.modules), *[sys.getrefcount(o) for o in objects]]
 
 
-def _is_unchanged(objects: list[Any], snapshot: list[int], *, field: int) -> bool:
+def _is_unchanged(objects: list[Any], snapshot: list[int], *, field: str) -> bool:
     """Whether there are as many references as in the snapshot, and each place holds its `field`: a name may have moved elsewhere."""
-    return _snapshot(objects) == snapshot and all(place.names.get(place.name) is place[field] for place in _search.places)
+    return _snapshot(objects) == snapshot and all(place.names.get(place.name) is getattr(place, field) for place in _search.places)
 
 
 def _find_places(modules: Iterable[dict[str, Any]], routes: dict[int, Function]) -> list[_Place]:
@@ -280,16 +277,16 @@ def _find_places(modules: Iterable[dict[str, Any]], routes: dict[int, Function])
 
 
 def _replace() -> None:
-    is_known = _search.torchs != [] and _is_unchanged(_search.torchs, _search.torchs_snapshot, field=_OLD)
+    is_known = _search.torchs != [] and _is_unchanged(_search.torchs, _search.torchs_snapshot, field="old")
     _search_for_torchs(only_main=is_known)
-    _put(old=_OLD, new=_NEW)
+    _put("old", "new")
     _search.focis_snapshot = _snapshot(_FOCIS)
 
 
 def _restore() -> None:
-    if not _is_unchanged(_FOCIS, _search.focis_snapshot, field=_NEW):
+    if not _is_unchanged(_FOCIS, _search.focis_snapshot, field="new"):
         _search_for_focis()
-    _put(old=_NEW, new=_OLD)
+    _put("new", "old")
     _search.torchs_snapshot = _snapshot(_search.torchs)
 
 
@@ -318,8 +315,8 @@ def _search_for_focis() -> None:
                 _search.places.append(_Place(names, name, originals[id(value)], value))
 
 
-def _put(*, old: int, new: int) -> None:
-    """In each place the field `new` for the field `old`, where that still stands."""
+def _put(before: str, after: str) -> None:
+    """In each place the field `after` for the field `before`, where that still stands."""
     for place in _search.places:
-        if place.names.get(place.name) is place[old]:
-            place.names[place.name] = place[new]
+        if place.names.get(place.name) is getattr(place, before):
+            place.names[place.name] = getattr(place, after)

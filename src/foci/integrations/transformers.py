@@ -206,10 +206,8 @@ def _mask_and_bias(mask: Any, query: Tensor, key: Tensor) -> tuple[Any, Tensor |
     if mask is None:
         return None, None
     if isinstance(mask, ModelMask):
+        mask = mask.broadcast(query.shape[2])
         queries, keys = mask.lengths[2:]
-        if keys == key.shape[2] and queries == 1 != query.shape[2]:  # the same for all, as a tensor would broadcast
-            function = mask.function
-            return None if mask.everywhere else Mask(lambda b, h, q_idx, kv_idx: function(b, h, q_idx * 0, kv_idx)), None
         if queries != query.shape[2] or keys != key.shape[2]:
             raise ValueError(
                 f"attention_mask must be of {query.shape[2]} queries and {key.shape[2]} keys; got one of {queries} and {keys}. If "

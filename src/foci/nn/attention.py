@@ -300,20 +300,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             place = masking.cached_place(stored)
             functions = masking.placed(functions.and_(masking.CAUSAL), place, masking.itself)
             padding = None
-        own = k.shape[2]  # where there are none, masks have nothing to say, and nothing to read
         if padding is not None:
-            masking.check_padding_shape(padding, k.shape[0], own)
-            functions = functions.and_(masking.key_padding(padding)) if own else functions
+            masking.check_padding_shape(padding, k.shape[0], k.shape[2])
+            functions = functions.and_(masking.key_padding(padding))
         if attn_mask is not None and is_causal:
             functions = functions.and_(masking.CAUSAL)
         elif attn_mask is not None:
-            matrix = masking.explicit(attn_mask, (q.shape[2], own), batch=q.shape[0], heads=self.num_heads)
-            functions = functions.and_(masking.matrix(matrix)) if own else functions
+            lengths = (q.shape[2], k.shape[2])
+            functions = functions.and_(masking.matrix(masking.explicit(attn_mask, lengths, batch=q.shape[0], heads=self.num_heads)))
         if extra is not None:
-            count = extra[0].shape[0]
+            functions = masking.with_extra_keys(functions, extra[0].shape[0], longest=k.shape[2])
             more = (e.to(k.dtype).transpose(0, 1).expand(k.shape[0], -1, -1, -1) for e in extra)
             k, v = (torch.cat((t, e), dim=2) for t, e in zip((k, v), more, strict=True))
-            functions = masking.with_extra_keys(functions, count)
         options: Any = {"mask": functions.mask, "score": functions.score, "dropout_p": self.dropout if self.training else 0.0}
         if pages is None:
             results = foci.attention(q, k, v, return_aux=asked, **options)
@@ -399,8 +397,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             count = extra[0].shape[0]
             k, v = (append_rows(t, e.to(t.dtype), key) for t, e in zip((k, v), extra, strict=True))
             offsets, longest = offsets + count * torch.arange(key.batch + 1, device=offsets.device), longest + count
-            # of no other keys there is nothing to read
-            functions = masking.with_extra_keys(functions, count) if key.longest else masking.NOTHING
+            functions = masking.with_extra_keys(functions, count, longest=key.longest)
         return (q, k, v), functions, self._extras(query, offsets, longest, functions)
 
     def _of_packed(self, query: Packing, key: Packing, attn_mask: Tensor | None, *, is_causal: bool) -> Functions:

@@ -231,8 +231,11 @@ def placed(functions: Functions, query: Place, key: Place) -> Functions:
     return Functions(mask, score)
 
 
-def with_extra_keys(functions: Functions, count: int) -> Functions:
-    """Functions for the keys before the last `count` of each sequence; those are attended as they are."""
+def with_extra_keys(functions: Functions, count: int, *, longest: int) -> Functions:
+    """Functions for the keys before the last `count` of each sequence; those are attended as they are. `longest`: the other keys of the
+    longest sequence; where there are none, tensors of masks have no entry to read."""
+    if longest == 0:
+        return NOTHING
     mask, score = functions.mask, functions.score
 
     def clamp_kv_idx(kv_idx: Any) -> Any:  # an index of the sequence's own keys, whatever the key

@@ -15,6 +15,7 @@ from foci import cache_check
 from foci.environment import allowed_backends, read_environment
 from foci.operator import op_impl
 from foci.operator.op_impl import Known
+from foci.spec import find_alignment
 
 __all__ = ["Backward", "BackwardRows", "Forward"]
 
@@ -51,22 +52,14 @@ class _Place:
         return last.known
 
 
-def _surroundings(operands: Sequence[Any]) -> tuple[object, ...]:
+def _surroundings(args: Sequence[Any]) -> tuple[object, ...]:
     """Return what a call depends on that may change where sizes, strides and numbers do not.
 
     Args:
-        operands: the first arguments of `foci::attention`, up to the page table.
+        args: the flat arguments of `foci::attention`.
     """
-    query, key, value, captures, _, blocks, _, _, _, lengths, page_table = operands
-    address, other_address = query.data_ptr() | key.data_ptr() | value.data_ptr(), 0
-    for tensor in captures:
-        other_address |= tensor.data_ptr()
-    if blocks is not None:
-        other_address |= blocks.data_ptr()
-    if page_table is not None:
-        other_address |= page_table.data_ptr() | lengths.data_ptr()
-    environment = read_environment(allowed_backends(), query.device)
-    return address & 15, other_address & 15, query is key, key is value, query is value, environment
+    query, key, value = args[:3]
+    return find_alignment(args), query is key, key is value, query is value, read_environment(allowed_backends(), query.device)
 
 
 class Forward(_Place):
@@ -75,7 +68,7 @@ class Forward(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, ...]:
-        results = op_impl.forward(self._known(op_impl.forward_known, args, args[:11]), args)
+        results = op_impl.forward(self._known(op_impl.forward_known, args, args), args)
         return results.out, results.lse.contiguous(), results.row_max, results.column_sums, results.weights
 
 
@@ -85,7 +78,7 @@ class Backward(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> list[Tensor]:
-        return op_impl.backward(self._known(op_impl.backward_known, args, args[7:18]), args)
+        return op_impl.backward(self._known(op_impl.backward_known, args, args[7:]), args)
 
 
 class BackwardRows(_Place):
@@ -94,4 +87,4 @@ class BackwardRows(_Place):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> Tensor:
-        return op_impl.backward_rows(self._known(op_impl.backward_rows_known, args, args[7:18]), args)
+        return op_impl.backward_rows(self._known(op_impl.backward_rows_known, args, args[7:]), args)
