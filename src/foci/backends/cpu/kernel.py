@@ -10,7 +10,7 @@ from torch import Tensor
 from foci.backends.contract import Given, Inputs, Kernel, Plan
 from foci.backends.cpu import build
 from foci.backends.cpu.native_call import Addresses, Entry, NativeCall, OtherStrides
-from foci.backends.cpu.passes import BackwardPass, ForwardPass, Sequences
+from foci.backends.cpu.passes import BackwardPass, ForwardPass, OffsetValues
 from foci.backends.cpu.source import backward_source, forward_source
 from foci.backends.row_gradients import add_row_gradients
 from foci.backends.sequences import is_empty, without_keys
@@ -22,8 +22,8 @@ __all__ = ["CpuKernel"]
 class CpuKernel(Kernel):
     """The native kernels of one plan. The backward is compiled when it is first asked for.
 
-    Calls of a program share a forward, and a backward for the strides that they have; of packed sequences those of the last ones. All
-    values of the offsets are compared: numpy changes memory that it shares without a new version, and other offsets were not checked.
+    Calls of a program share a forward, and a backward for each set of strides, for the offsets of the last call. Offsets are compared by
+    value: numpy changes memory that it shares without a new version, and offsets that changed must be checked.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -38,7 +38,7 @@ class CpuKernel(Kernel):
         outputs, o = self.problem.formula.outputs, operands
         if is_empty(o):
             return without_keys(o, outputs)
-        forward = ForwardPass(self._forward, o, _read_sequences(o.tensors, o.optional), has_row_max=outputs.row_max)
+        forward = ForwardPass(self._forward, o, _read_offsets(o.tensors, o.optional), has_row_max=outputs.row_max)
         # each call warns of offsets that end early
         is_warned_of = forward.call.ends_early(of_keys=False) or forward.call.ends_early(of_keys=True)
         if o.program is not None and self._columns is None and not is_warned_of:
@@ -56,7 +56,7 @@ class CpuKernel(Kernel):
     def launch_forward(self, program: Program, tensors: Inputs, optional: OptionalTensors, /) -> list[Tensor] | None:
         """See `foci.backends.contract.Kernel`."""
         forward: ForwardPass | None = program.launches.find((self,))
-        if forward is None or (optional.cu_q is not None and forward.sequences != _read_sequences(tensors, optional)):
+        if forward is None or (optional.cu_q is not None and forward.offset_values != _read_offsets(tensors, optional)):
             return None
         return forward.run(tensors, optional)
 
@@ -68,7 +68,7 @@ class CpuKernel(Kernel):
         if is_empty(o):
             return self._zeros(o)
         bwd_args = Given(results.out, results.lse.contiguous(), cotangents.out, _as_rows(cotangents.lse))
-        backward = BackwardPass(self._backward, problem, o, bwd_args, _read_sequences(o.tensors, o.optional))
+        backward = BackwardPass(self._backward, problem, o, bwd_args, _read_offsets(o.tensors, o.optional))
         columns = _as_rows(cotangents.column_sums)
         if columns is not None:
             bwd_args = bwd_args._replace(dlse=self._with_column_sums(backward.call, o, bwd_args, columns))
@@ -84,7 +84,7 @@ class CpuKernel(Kernel):
         if not bwd_args.lse.is_contiguous() or self._has_row_gradients(bwd_args.dlse):
             return None
         backward: BackwardPass | None = program.launches.find((self, *_find_strides(tensors, optional, bwd_args)))
-        if backward is None or (optional.cu_q is not None and backward.sequences != _read_sequences(tensors, optional)):
+        if backward is None or (optional.cu_q is not None and backward.offset_values != _read_offsets(tensors, optional)):
             return None
         bwd_args = bwd_args._replace(dlse=_as_rows(bwd_args.dlse))
         return [t for t in backward.run(tensors, optional, bwd_args) if t is not None]
@@ -115,7 +115,7 @@ def _as_rows(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.to(torch.float32).contiguous()
 
 
-def _read_sequences(tensors: Inputs, optional: OptionalTensors) -> Sequences:
+def _read_offsets(tensors: Inputs, optional: OptionalTensors) -> OffsetValues:
     """The sequences of a packed call. Query, key and value, the first of `tensors`, are [1, H, T, D] or [T, H, D]."""
     offsets = optional.offsets
     if offsets is None:

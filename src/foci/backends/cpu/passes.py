@@ -15,11 +15,11 @@ from foci.backends.cpu.sites import HeadNumbers, find_sites, partition
 from foci.compat.cuda import allocator_on
 from foci.problem import Operands, OptionalTensors, Problem, gradient_strides, result_strides
 
-__all__ = ["BackwardPass", "ForwardPass", "Sequences"]
+__all__ = ["BackwardPass", "ForwardPass", "OffsetValues"]
 
 Form: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a tensor."""
-Sequences: TypeAlias = tuple[object, ...]
+OffsetValues: TypeAlias = tuple[object, ...]
 """Number of queries and keys, and the values of cu_q, cu_kv, q_lengths and kv_lengths; nothing for the dense layout."""
 _MOST_SPLITS: Final = 8  # the sums of dQ of more cost what their balance gains
 _allocate: Final = allocator_on(torch.device("cpu"))
@@ -31,19 +31,19 @@ class ForwardPass:
     Args:
         entry: the native code.
         operands: of one of the calls, as tensors [B, H, S, D].
-        sequences: of the calls.
+        offset_values: of the calls.
         has_row_max: whether row maxima are asked for.
 
     Attributes:
         call: arguments of native code.
         geometry: what the native code reads besides addresses.
         is_packed: results are [T, H, D] and [H, T].
-        sequences: of the calls.
+        offset_values: of the calls.
     """
 
-    __slots__ = ("_entry", "_has_gaps", "_makers", "call", "geometry", "is_packed", "sequences")
+    __slots__ = ("_entry", "_has_gaps", "_makers", "call", "geometry", "is_packed", "offset_values")
 
-    def __init__(self, entry: Entry, operands: Operands, sequences: Sequences, *, has_row_max: bool) -> None:
+    def __init__(self, entry: Entry, operands: Operands, offset_values: OffsetValues, *, has_row_max: bool) -> None:
         query, width = operands.query, operands.value.shape[3]
         b, h, s, _ = query.shape
         strides = result_strides(query.shape, query.stride(), width)
@@ -51,7 +51,7 @@ class ForwardPass:
         self.call = NativeCall(operands)
         self.geometry = self.call.geometry(OtherStrides(strides))
         self.is_packed = operands.program is not None and operands.program.packed
-        self.sequences = sequences
+        self.offset_values = offset_values
         self._has_gaps = self.call.has_gaps(of_keys=False)
         out: Form = (b, h, s, width), strides
         rows: Form = (b, h, s), (h * s, s, 1)
@@ -80,19 +80,19 @@ class BackwardPass:
         problem: which gradients are asked for.
         operands: of one of the calls, as tensors [B, H, S, D].
         bwd_args: its other arguments.
-        sequences: of the calls.
+        offset_values: of the calls.
 
     Attributes:
         call: arguments of native code.
         is_packed: gradients of query, key and value are [T, H, D].
-        sequences: of the calls.
+        offset_values: of the calls.
     """
 
-    __slots__ = ("_entry", "_fills", "_geometry", "_make_gradients", "_sums", "call", "is_packed", "sequences")
+    __slots__ = ("_entry", "_fills", "_geometry", "_make_gradients", "_sums", "call", "is_packed", "offset_values")
 
-    def __init__(self, entry: Entry, problem: Problem, operands: Operands, bwd_args: Given, sequences: Sequences) -> None:
+    def __init__(self, entry: Entry, problem: Problem, operands: Operands, bwd_args: Given, offset_values: OffsetValues) -> None:
         self._entry = entry
-        self.sequences = sequences
+        self.offset_values = offset_values
         self.call = NativeCall(operands)
         self.is_packed = operands.program is not None and operands.program.packed
         needs_grad = (problem.query_grad, problem.key_grad, problem.value_grad)
